@@ -1,0 +1,155 @@
+"""Validation of the tensors of one call: every message says what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+import torch
+
+from loongforge.options import LossOptions
+from loongforge.parallel import VocabParallel
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Dtype of the matrix products: autocast's where it is enabled for hidden's device, else hidden's own."""
+    device_type = hidden.device.type
+    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype
+
+
+def check_inputs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    normalizer: torch.Tensor | float | None,
+    options: LossOptions,
+    parallel: VocabParallel,
+) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless the tensors fit together; never synchronises with the host."""
+    named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _check_plain_tensor(name, tensor)
+            if tensor.device != hidden.device:
+                raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
+    _check_dtypes(hidden, weight, target, bias)
+    _check_weight_shape(weight, hidden, options, parallel)
+    _check_target_shape(hidden, target, parallel)
+    _check_normalizer(normalizer, hidden, options)
+    num_rows = weight.shape[0]
+    if bias is not None and bias.shape != (num_rows,):
+        raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
+    if class_weight is not None:
+        num_classes = options.vocab_size or num_rows * parallel.size
+        if class_weight.shape != (num_classes,) or not class_weight.is_floating_point():
+            raise ValueError(
+                f"class_weight must be a float tensor of shape [{num_classes}], the global vocabulary on every rank, "
+                f"got {list(class_weight.shape)} of {class_weight.dtype}"
+            )
+
+
+def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOptions) -> None:
+    if normalizer is None:
+        return
+    if options.reduction != "mean":
+        raise ValueError(f"normalizer needs reduction='mean', got reduction={options.reduction!r}")
+    if isinstance(normalizer, torch.Tensor):
+        if normalizer.numel() != 1 or normalizer.device != hidden.device:
+            raise ValueError(
+                f"normalizer must be a number or a tensor of one element on {hidden.device}, "
+                f"got shape {list(normalizer.shape)} on {normalizer.device}"
+            )
+    elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+        raise TypeError(f"normalizer must be a number or a scalar tensor, got {type(normalizer).__name__}")
+
+
+def _check_plain_tensor(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor with placements {tensor.placements}: pass {name}.to_local() and, for a weight "
+            "sharded over its rows, tp_group=; or gather it with full_tensor()"
+        )
+
+
+def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}: dequantise or cast it first"
+            )
+    if target.dtype not in _LABEL_DTYPES:
+        kind = "class probabilities are not supported" if target.is_floating_point() else "cast it to int64"
+        raise TypeError(f"target must hold integer class indices, got {target.dtype}; {kind}")
+    autocast = compute_dtype(hidden) != hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype and not (autocast and hidden.dtype != torch.float64):
+            raise TypeError(
+                f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them, or run under torch.autocast"
+            )
+
+
+def _check_weight_shape(
+    weight: torch.Tensor, hidden: torch.Tensor, options: LossOptions, parallel: VocabParallel
+) -> None:
+    if weight.numel() == 0 or weight.dim() != 2:
+        raise ValueError(
+            f"weight must be [V, H] with rows, got shape {list(weight.shape)}: it looks like a shard that was not "
+            "gathered (DeepSpeed ZeRO-3: deepspeed.zero.GatheredParameters; FSDP: call the loss inside the wrapped "
+            "module's forward)"
+        )
+    if hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [..., H] with H = {weight.shape[1]} as in weight [V, H] = {list(weight.shape)}, "
+            f"got {list(hidden.shape)}"
+        )
+    if options.vocab_size is None:
+        return
+    num_rows, size = weight.shape[0], parallel.size
+    if size > 1 and num_rows >= options.vocab_size:
+        raise ValueError(
+            f"weight has {num_rows} rows for a vocabulary of {options.vocab_size} under a tensor-parallel group of "
+            f"{size}: it is not sharded; pass rank {parallel.rank}'s rows (about {-(-options.vocab_size // size)}), "
+            "or tp_group=None"
+        )
+    if num_rows * size < options.vocab_size:
+        raise ValueError(
+            f"weight has {num_rows} rows on each of {size} rank(s), fewer in all than vocab_size = {options.vocab_size}"
+        )
+
+
+def _check_target_shape(hidden: torch.Tensor, target: torch.Tensor, parallel: VocabParallel) -> None:
+    expected = list(hidden.shape[:-1])
+    gathered = ""
+    if parallel.sequence_parallel:
+        expected[0] *= parallel.size
+        gathered = f", dim 0 times {parallel.size} because sequence_parallel gathers it over the group"
+    if list(target.shape) != expected:
+        raise ValueError(
+            f"target must have shape {expected} (hidden's {list(hidden.shape)} without H{gathered}), "
+            f"got {list(target.shape)}: {hidden.shape[:-1].numel()} hidden rows, {target.numel()} labels"
+        )
+
+
+def check_labels_in_range(target: torch.Tensor, out_of_range: torch.Tensor, num_classes: int) -> None:
+    """``LCE_CHECK_LABELS=1``: raise IndexError naming the first bad label.  Synchronises with the host."""
+    refuse_under_graph_capture("LCE_CHECK_LABELS", target.device)
+    positions = out_of_range.nonzero()
+    if len(positions):
+        row = positions[0].tolist()
+        value = int(target[tuple(row)])
+        raise IndexError(
+            f"target{row} is {value}: labels must be in [0, {num_classes}) or equal to ignore_index "
+            f"({len(positions)} such label(s))"
+        )
+
+
+def refuse_under_graph_capture(name: str, device: torch.device) -> None:
+    """Debugging checks read results on the host, which a CUDA graph cannot record."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name}=1 synchronises with the host and cannot run under CUDA graph capture: unset it")

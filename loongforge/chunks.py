@@ -1,0 +1,204 @@
+"""The chunk loop: forward folds logits into statistics, backward turns rebuilt logits into gradients.
+
+Only one chunk of logits exists at a time, in one reused buffer; the part that the plan keeps is a second buffer.
+Nothing here knows of groups, reductions or Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
+from loongforge.matmul import product_, project_
+from loongforge.plan import ChunkPlan
+
+
+@dataclass(frozen=True)
+class Head:
+    """One output layer on one rank: what both directions of the loop read.
+
+    hidden_TH [T, H] and weight_VH [V, H] may differ in dtype (autocast over float32 weights): each chunk of the
+    weight is cast to hidden's dtype as it is used, so that no second copy of the weight exists.
+    """
+
+    hidden_TH: torch.Tensor
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    label_T: torch.Tensor
+    class_weight_V: torch.Tensor | None
+    transform: LogitTransform
+    kernels: RowKernels
+    plan: ChunkPlan
+
+    @property
+    def statistics_dtype(self) -> torch.dtype:
+        """float32, or float64 for float64 inputs."""
+        return torch.promote_types(self.hidden_TH.dtype, torch.float32)
+
+    def weight_rows(self, start: int, stop: int) -> torch.Tensor:
+        """[stop - start, H] in the dtype of hidden."""
+        return self.weight_VH[start:stop].to(self.hidden_TH.dtype)
+
+    def compute_logits(self, start: int, stop: int, out_TC: torch.Tensor) -> torch.Tensor:
+        """Logits of vocabulary rows ``[start, stop)``."""
+        bias_C = None if self.bias_V is None else self.bias_V[start:stop].to(out_TC.dtype)
+        project_(out_TC, self.hidden_TH, self.weight_rows(start, stop), bias_C)
+        return out_TC
+
+    def class_weight_rows(self, start: int, stop: int) -> torch.Tensor | None:
+        """[stop - start] in the statistics' dtype."""
+        return None if self.class_weight_V is None else self.class_weight_V[start:stop]
+
+    def kept_ranges(self, kept_rows: int) -> Iterator[tuple[int, int]]:
+        """One GEMM for everything kept, unless casting the weight asks for pieces."""
+        step = kept_rows if self.weight_VH.dtype == self.hidden_TH.dtype else self.plan.forward_width
+        for start in range(0, kept_rows, max(1, step)):
+            yield start, min(start + step, kept_rows)
+
+
+@dataclass
+class WeightGrad:
+    """Where the weight gradient goes: ``buffer_VH`` [V, H] of any float dtype, overwritten or added into."""
+
+    buffer_VH: torch.Tensor
+    accumulate: bool
+
+
+@dataclass
+class Gradients:
+    """Results of :func:`backward`; None where nobody asked."""
+
+    hidden_TH: torch.Tensor | None
+    bias_V: torch.Tensor | None
+
+
+def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, torch.Tensor | None]:
+    """Statistics over all vocabulary rows of this rank, and the logits [T, kept_rows] that the plan keeps."""
+    stats = _empty_stats(head, with_weighted_sum)
+    kept_rows = head.plan.kept_rows if keep else 0
+    kept = None
+    if kept_rows:
+        kept = head.hidden_TH.new_empty((head.plan.num_tokens, kept_rows))
+        for start, stop in head.kept_ranges(kept_rows):
+            head.compute_logits(start, stop, kept[:, start:stop])
+        _accumulate(head, kept, 0, kept_rows, stats)
+    buffer = _Buffer(head, head.plan.forward_width, kept_rows)
+    for start, stop in head.plan.forward_chunks(kept_rows):
+        _accumulate(head, head.compute_logits(start, stop, buffer.chunk(stop - start)), start, stop, stats)
+    return stats, kept
+
+
+def backward(
+    head: Head,
+    coefficients: RowCoefficients,
+    kept: torch.Tensor | None,
+    needs_hidden: bool,
+    weight_grad: WeightGrad | None,
+    needs_bias: bool,
+    scale: torch.Tensor | None = None,
+) -> Gradients:
+    """Gradients of the sum over tokens that ``coefficients`` stand for.
+
+    ``kept`` is overwritten.  ``scale`` (a device scalar) says that the coefficients were multiplied by it, so that
+    float16 logit gradients neither underflow nor overflow; it is divided out of each product in float32.
+    grad_hidden [T, H] comes in the statistics' dtype, or in hidden's where one product gives it whole.
+    """
+    kept_rows = 0 if kept is None else kept.shape[1]
+    one_product = kept_rows == head.plan.vocab_rows or (
+        kept_rows == 0 and head.plan.backward_width >= head.plan.vocab_rows
+    )
+    grad_hidden = _HiddenGrad(head, one_product and scale is None) if needs_hidden else None
+    grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype) if needs_bias else None
+
+    def use(logits_TC: torch.Tensor, start: int, stop: int) -> None:
+        """Two GEMMs and a column sum out of one chunk that already holds its gradient."""
+        if grad_hidden is not None:
+            grad_hidden.add(logits_TC, head.weight_rows(start, stop))
+        if weight_grad is not None:
+            _weight_rows_grad(weight_grad, logits_TC, head.hidden_TH, start, stop, scale)
+        if grad_bias is not None:
+            column_sum_C = logits_TC.sum(0, dtype=grad_bias.dtype)
+            grad_bias[start:stop] = column_sum_C if scale is None else column_sum_C / scale
+
+    if kept is not None:
+        _to_gradient(head, kept, 0, kept_rows, coefficients)
+        for start, stop in head.kept_ranges(kept_rows):
+            use(kept[:, start:stop], start, stop)
+    buffer = _Buffer(head, head.plan.backward_width, kept_rows)
+    for start, stop in head.plan.backward_chunks(kept_rows):
+        logits_TC = head.compute_logits(start, stop, buffer.chunk(stop - start))
+        _to_gradient(head, logits_TC, start, stop, coefficients)
+        use(logits_TC, start, stop)
+    return Gradients(None if grad_hidden is None else grad_hidden.result(scale), grad_bias)
+
+
+def _empty_stats(head: Head, with_weighted_sum: bool) -> RowStats:
+    zeros_T = head.hidden_TH.new_zeros(head.plan.num_tokens, dtype=head.statistics_dtype)
+    return RowStats(
+        max_T=torch.full_like(zeros_T, -torch.inf),
+        sum_exp_T=zeros_T,
+        label_logit_T=torch.zeros_like(zeros_T),
+        weighted_sum_T=torch.zeros_like(zeros_T) if with_weighted_sum else None,
+    )
+
+
+def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stats: RowStats) -> None:
+    if head.plan.num_tokens:
+        class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
+        head.kernels.accumulate(logits_TC, head.label_T, start, stats, head.transform, class_weight_C)
+
+
+def _to_gradient(head: Head, logits_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
+    if head.plan.num_tokens:
+        class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
+        head.kernels.gradient_(logits_TC, head.label_T, start, coefficients, head.transform, class_weight_C)
+
+
+def _weight_rows_grad(
+    grad: WeightGrad,
+    logits_TC: torch.Tensor,
+    hidden_TH: torch.Tensor,
+    start: int,
+    stop: int,
+    scale: torch.Tensor | None,
+) -> None:
+    rows_CH = grad.buffer_VH[start:stop]
+    if scale is None:
+        product_(rows_CH, logits_TC.t(), hidden_TH, accumulate=grad.accumulate)
+        return
+    scaled_CH = rows_CH.new_empty(rows_CH.shape, dtype=torch.float32)
+    product_(scaled_CH, logits_TC.t(), hidden_TH).div_(scale)
+    rows_CH.copy_(scaled_CH.add_(rows_CH) if grad.accumulate else scaled_CH)
+
+
+class _Buffer:
+    """One allocation that every chunk of a direction reuses; the ragged last chunk is a shorter contiguous view."""
+
+    def __init__(self, head: Head, width: int, first_row: int) -> None:
+        self._num_tokens = head.plan.num_tokens
+        widest = min(width, head.plan.vocab_rows - first_row)
+        self._flat = head.hidden_TH.new_empty(self._num_tokens * widest)
+
+    def chunk(self, width: int) -> torch.Tensor:
+        return self._flat[: self._num_tokens * width].view(self._num_tokens, width)
+
+
+class _HiddenGrad:
+    """grad_hidden summed over chunks in the statistics' dtype, or written by the only product there is."""
+
+    def __init__(self, head: Head, one_product: bool) -> None:
+        dtype = head.hidden_TH.dtype if one_product else head.statistics_dtype
+        self._sum_TH = torch.empty_like(head.hidden_TH, dtype=dtype, memory_format=torch.contiguous_format)
+        self._empty = True
+
+    def add(self, logits_TC: torch.Tensor, weight_CH: torch.Tensor) -> None:
+        product_(self._sum_TH, logits_TC, weight_CH, accumulate=not self._empty)
+        self._empty = False
+
+    def result(self, scale: torch.Tensor | None) -> torch.Tensor:
+        if self._empty:
+            self._sum_TH.zero_()
+        return self._sum_TH if scale is None else self._sum_TH.div_(scale)

@@ -1,0 +1,136 @@
+"""Architecture -> row kernels.  The only place that imports an implementation, and only when it is chosen.
+
+The selection itself is a pure function: what is asked, what the device is and what is installed go in, the
+implementation and its reason come out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from loongforge import env
+from loongforge.arch import Arch, detect
+from loongforge.kernels.interface import RowKernels
+from loongforge.options import LossOptions
+
+logger = logging.getLogger("loongforge")
+
+FLYDSL_ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
+OLDEST_TRITON_NVIDIA = 80
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation chosen, why, and for each one passed over why not."""
+
+    impl: str
+    reason: str
+    rejected: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        passed_over = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
+        return f"{self.impl} ({self.reason}){passed_over}"
+
+
+@dataclass(frozen=True)
+class _Implementation:
+    name: str
+    module: str
+    class_name: str
+    runs_on: Callable[[Arch], str | None]  # None: supported, else what the device would have to be
+    needs: str | None = None  # importable package
+    lacks: Callable[[LossOptions, torch.dtype], str | None] = lambda options, dtype: None
+
+
+def _flydsl_runs_on(arch: Arch) -> str | None:
+    if arch.vendor == "amd" and arch.name in FLYDSL_ARCHS:
+        return None
+    return f"needs an AMD GPU among {', '.join(FLYDSL_ARCHS)}, the device is {arch}"
+
+
+def _triton_runs_on(arch: Arch) -> str | None:
+    if arch.vendor == "amd" or arch.compute_capability >= OLDEST_TRITON_NVIDIA:
+        return None
+    return f"needs an NVIDIA GPU of sm_{OLDEST_TRITON_NVIDIA} or newer or an AMD GPU, the device is {arch}"
+
+
+# In the order in which `auto` tries them.
+_IMPLEMENTATIONS = (
+    _Implementation("flydsl", "loongforge.kernels.amd_flydsl", "FlyDSLRowKernels", _flydsl_runs_on, needs="flydsl"),
+    _Implementation("triton", "loongforge.kernels.triton_rows", "TritonRowKernels", _triton_runs_on, needs="triton"),
+    _Implementation("generic", "loongforge.kernels.generic", "GenericRowKernels", lambda arch: None),
+)
+
+
+def missing_package(name: str) -> str | None:
+    """What to install for implementation ``name``, or None if it is there."""
+    implementation = next(entry for entry in _IMPLEMENTATIONS if entry.name == name)
+    if importlib.util.find_spec(implementation.module) is None:
+        return f"this version of loongforge has no {name} row kernels yet"
+    if implementation.needs is None or importlib.util.find_spec(implementation.needs) is not None:
+        return None
+    return f"the package {implementation.needs} is not installed (pip install 'loongforge[{name}]')"
+
+
+def select(
+    arch: Arch,
+    options: LossOptions,
+    dtype: torch.dtype,
+    requested: str = "auto",
+    missing: Callable[[str], str | None] = missing_package,
+) -> Choice:
+    """Choose the implementation for ``arch``; a pure function of its arguments.
+
+    ``requested`` other than ``auto`` is met or refused: ``RuntimeError`` where device or package do not allow it,
+    ``NotImplementedError`` where the implementation lacks an option or dtype.
+    """
+    rejected: dict[str, str] = {}
+    for entry in _IMPLEMENTATIONS:
+        if requested not in ("auto", entry.name):
+            continue
+        obstacle = entry.runs_on(arch) or missing(entry.name)
+        lack = None if obstacle else entry.lacks(options, dtype)
+        if obstacle is None and lack is None:
+            reason = f"device {arch}" if requested == "auto" else f"asked for, device {arch}"
+            return Choice(entry.name, reason, rejected)
+        if requested == entry.name:
+            if lack:
+                raise NotImplementedError(f"impl={requested!r} was asked for, but it lacks {lack}")
+            raise RuntimeError(f"impl={requested!r} was asked for, but {obstacle}; impl='auto' picks what can run")
+        rejected[entry.name] = obstacle or f"lacks {lack}"
+    raise AssertionError(f"no implementation for {arch}: {rejected}")
+
+
+def requested_implementation(options: LossOptions) -> str:
+    """``options.impl``, or where that is ``auto`` what the environment asks for."""
+    return options.impl if options.impl != "auto" else env.implementation()
+
+
+def row_kernels(device: torch.device, options: LossOptions, dtype: torch.dtype) -> RowKernels:
+    """The row kernels for tensors on ``device``; logs the choice once per device, dtype and request."""
+    choice = choose(device, options, dtype)
+    _log_once(str(choice))
+    return _load(choice.impl)
+
+
+def choose(device: torch.device, options: LossOptions, dtype: torch.dtype) -> Choice:
+    """:func:`select` for a real device, with the request taken from ``options`` or the environment."""
+    return select(detect(device), options, dtype, requested_implementation(options))
+
+
+@cache
+def _load(impl: str) -> RowKernels:
+    entry = next(entry for entry in _IMPLEMENTATIONS if entry.name == impl)
+    return getattr(importlib.import_module(entry.module), entry.class_name)()
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info("output layer implementation: %s", message)

@@ -1,0 +1,117 @@
+"""The only reader of ``LCE_*`` environment variables: typed, validated, read anew at each call.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| ``LCE_IMPL`` | ``auto`` | ``auto``, ``flydsl``, ``triton`` or ``generic`` |
+| ``LCE_FORCE_GENERIC`` | 0 | 1 is the same as ``LCE_IMPL=generic`` |
+| ``LCE_<IMPL>_FWD_VOCAB_SPLIT_SIZE``, ``..._BWD_...`` | 3072 for generic, else planned | chunk width |
+| ``LCE_FWD_VOCAB_SPLIT_SIZE``, ``LCE_BWD_VOCAB_SPLIT_SIZE`` | unset | used where the former is unset |
+| ``LCE_LOGITS_BUDGET_MB`` | 0 | MiB of logits kept over all live calls of the process, or ``all`` |
+| ``LCE_CHECK_LABELS``, ``LCE_CHECK_RANKS`` | 0 | debugging checks that synchronise |
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from functools import cache
+from typing import Literal
+
+from loongforge.options import IMPLEMENTATIONS, check_budget
+
+Direction = Literal["FWD", "BWD"]
+_SPLIT = tuple(
+    f"LCE_{prefix}{direction}_VOCAB_SPLIT_SIZE"
+    for prefix in ("", *(f"{name.upper()}_" for name in IMPLEMENTATIONS if name != "auto"))
+    for direction in ("FWD", "BWD")
+)
+VARIABLES = (
+    "LCE_IMPL",
+    "LCE_FORCE_GENERIC",
+    *_SPLIT,
+    "LCE_LOGITS_BUDGET_MB",
+    "LCE_CHECK_LABELS",
+    "LCE_CHECK_RANKS",
+)
+
+
+def implementation() -> str:
+    """``LCE_IMPL``, or ``generic`` under ``LCE_FORCE_GENERIC=1``; ``ValueError`` where the two disagree."""
+    _warn_of_unknown_names(tuple(sorted(name for name in os.environ if name.startswith("LCE_"))))
+    impl = _get("LCE_IMPL") or "auto"
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"LCE_IMPL must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if not _flag("LCE_FORCE_GENERIC"):
+        return impl
+    if impl not in ("auto", "generic"):
+        raise ValueError(f"LCE_FORCE_GENERIC=1 contradicts LCE_IMPL={impl}: unset one of them")
+    return "generic"
+
+
+def vocab_split_size(impl: str, direction: Direction) -> int | None:
+    """Chunk width asked for by ``LCE_<IMPL>_<FWD|BWD>_VOCAB_SPLIT_SIZE``, else by the common variable, else None."""
+    for name in (f"LCE_{impl.upper()}_{direction}_VOCAB_SPLIT_SIZE", f"LCE_{direction}_VOCAB_SPLIT_SIZE"):
+        text = _get(name)
+        if text is not None:
+            return _whole_number(name, text, at_least=1)
+    return None
+
+
+def logits_budget_mb() -> int | str:
+    """``LCE_LOGITS_BUDGET_MB``: MiB >= 0 or ``"all"``; 0 when unset."""
+    text = _get("LCE_LOGITS_BUDGET_MB")
+    if text is None or text == "all":
+        return text or 0
+    try:
+        return check_budget("LCE_LOGITS_BUDGET_MB", int(text))
+    except ValueError:
+        raise ValueError(f'LCE_LOGITS_BUDGET_MB must be a whole number of MiB >= 0, or "all", got {text!r}') from None
+
+
+def check_labels() -> bool:
+    """``LCE_CHECK_LABELS``: raise IndexError for labels out of range (synchronises with the host)."""
+    return _flag("LCE_CHECK_LABELS")
+
+
+def check_ranks() -> bool:
+    """``LCE_CHECK_RANKS``: compare shapes over the tensor-parallel group at every call (synchronises)."""
+    return _flag("LCE_CHECK_RANKS")
+
+
+def in_force() -> dict[str, str]:
+    """The variables of this module that are set, with their texts."""
+    return {name: os.environ[name] for name in VARIABLES if _get(name) is not None}
+
+
+def _get(name: str) -> str | None:
+    text = os.environ.get(name, "").strip()
+    return text or None
+
+
+def _flag(name: str) -> bool:
+    text = _get(name)
+    if text in (None, "0"):
+        return False
+    if text == "1":
+        return True
+    raise ValueError(f"{name} must be 0 or 1, got {text!r}")
+
+
+def _whole_number(name: str, text: str, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {text!r}") from None
+    if value < at_least:
+        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value}")
+    return value
+
+
+@cache
+def _warn_of_unknown_names(present: tuple[str, ...]) -> None:
+    for name in present:
+        if name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(VARIABLES)}"
+            warnings.warn(f"environment variable {name} is not one that loongforge reads{hint}", stacklevel=3)

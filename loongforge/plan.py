@@ -1,0 +1,149 @@
+"""Chunk widths and the dial between memory and recomputation -> :class:`ChunkPlan`, which can explain itself.
+
+Floating-point work is ``(8 - 2 * kept / V) * T * H * V``: with every logit kept backward does not recompute, with
+none kept it costs one more GEMM.  What may be kept is a budget shared by all live calls of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loongforge import env
+from loongforge.options import LossOptions
+
+GENERIC_VOCAB_SPLIT_SIZE = 3072
+KEPT_MULTIPLE = 256
+"""A partly kept vocabulary is cut at a multiple of this, so that the rest starts aligned."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How one call walks its vocabulary rows: the first ``kept_rows`` once, the rest in chunks."""
+
+    num_tokens: int
+    hidden_size: int
+    vocab_rows: int
+    itemsize: int
+    """Bytes of one stored logit."""
+    forward_width: int
+    backward_width: int
+    kept_rows: int = 0
+
+    def forward_chunks(self, kept_rows: int) -> Iterator[tuple[int, int]]:
+        """Row ranges ``[start, stop)`` whose logits live in the reused buffer when ``kept_rows`` have their own."""
+        return _ranges(kept_rows, self.vocab_rows, self.forward_width)
+
+    def backward_chunks(self, kept_rows: int) -> Iterator[tuple[int, int]]:
+        """Row ranges whose logits backward recomputes when ``kept_rows`` of them are still there."""
+        return _ranges(kept_rows, self.vocab_rows, self.backward_width)
+
+    @property
+    def unfused_bytes(self) -> int:
+        """One copy of the logits, which unfused training holds several times."""
+        return self.num_tokens * self.vocab_rows * self.itemsize
+
+    @property
+    def kept_bytes(self) -> int:
+        """Logits that stay between forward and backward."""
+        return self.num_tokens * self.kept_rows * self.itemsize
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The largest reused chunk of logits."""
+        width = min(max(self.forward_width, self.backward_width), self.vocab_rows - self.kept_rows)
+        return self.num_tokens * width * self.itemsize
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of forward plus backward."""
+        products = 8 * self.vocab_rows - 2 * self.kept_rows
+        return products * self.num_tokens * self.hidden_size
+
+    def explain(self) -> str:
+        """One line for people."""
+        kept = f"{self.kept_rows} of {self.vocab_rows} vocabulary rows kept ({_mib(self.kept_bytes)})"
+        return (
+            f"{kept}, the rest in chunks of {self.forward_width} forward and {self.backward_width} backward "
+            f"({_mib(self.buffer_bytes)} buffer); one copy of the logits would be {_mib(self.unfused_bytes)}"
+        )
+
+
+def plan_chunks(
+    impl: str, num_tokens: int, hidden_size: int, vocab_rows: int, itemsize: int, kept_bytes: int = 0
+) -> ChunkPlan:
+    """Plan for ``num_tokens`` x ``vocab_rows`` logits of which ``kept_bytes`` may stay until backward."""
+    planned = GENERIC_VOCAB_SPLIT_SIZE if impl == "generic" else _planned_width(num_tokens)
+    return ChunkPlan(
+        num_tokens=num_tokens,
+        hidden_size=hidden_size,
+        vocab_rows=vocab_rows,
+        itemsize=itemsize,
+        forward_width=env.vocab_split_size(impl, "FWD") or planned,
+        backward_width=env.vocab_split_size(impl, "BWD") or planned,
+        kept_rows=_rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),
+    )
+
+
+def _planned_width(num_tokens: int) -> int:
+    """8192 rows, more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle."""
+    return max(8192, (1 << 26) // max(1, num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE)
+
+
+def _rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:
+    fit = num_bytes // max(1, num_tokens * itemsize)
+    return vocab_rows if fit >= vocab_rows else fit // KEPT_MULTIPLE * KEPT_MULTIPLE
+
+
+def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    for first in range(start, stop, step):
+        yield first, min(first + step, stop)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f} MiB"
+
+
+class Reservation:
+    """Bytes of kept logits granted to one call; given back when the last reference to it goes."""
+
+    def __init__(self, budget: LogitsBudget, num_bytes: int) -> None:
+        self._budget = budget
+        self.num_bytes = num_bytes
+
+    def __del__(self) -> None:
+        self._budget.release(self.num_bytes)
+
+
+class LogitsBudget:
+    """Bytes of kept logits over all live calls of the process; a call that finds none left recomputes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes_in_use = 0
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes granted and not yet given back."""
+        return self._bytes_in_use
+
+    def reserve(self, options: LossOptions, num_tokens: int, vocab_rows: int, itemsize: int) -> Reservation:
+        """Grant as many whole vocabulary rows of logits as the budget of ``options`` or the environment has left."""
+        limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
+        wanted = num_tokens * vocab_rows * itemsize
+        with self._lock:
+            free = wanted if limit == "all" else max(0, int(limit) * _MIB - self._bytes_in_use)
+            rows = _rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
+            reservation = Reservation(self, rows * num_tokens * itemsize)
+            self._bytes_in_use += reservation.num_bytes
+        return reservation
+
+    def release(self, num_bytes: int) -> None:
+        """Called by :class:`Reservation`."""
+        with self._lock:
+            self._bytes_in_use -= num_bytes
+
+
+logits_budget = LogitsBudget()
