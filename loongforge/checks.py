@@ -41,10 +41,12 @@ def check_inputs(
     _check_target_shape(hidden, target, parallel)
     _check_normalizer(normalizer, hidden, options)
     num_rows = weight.shape[0]
+    num_classes = options.vocab_size or num_rows * parallel.size
+    if num_classes == 1 and options.label_smoothing and options.label_smoothing_formula == "megatron":
+        raise ValueError("label_smoothing_formula='megatron' divides by V - 1 and needs a vocabulary of at least 2")
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
     if class_weight is not None:
-        num_classes = options.vocab_size or num_rows * parallel.size
         if class_weight.shape != (num_classes,) or not class_weight.is_floating_point():
             raise ValueError(
                 f"class_weight must be a float tensor of shape [{num_classes}], the global vocabulary on every rank, "

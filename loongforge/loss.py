@@ -1,8 +1,8 @@
 """``cross_entropy(hidden @ weight.T, target)`` as one autograd operation that never holds the logits.
 
 Read from the bottom: :func:`linear_cross_entropy` checks and reduces, :class:`_LossPerToken` is the autograd
-Function over the chunk loop of :mod:`loongforge.chunks`, :class:`_Formula` holds the algebra of the options
-(derived in ``docs/math.md``).  T tokens, H hidden, V vocabulary rows of this rank.
+Function over the chunk loop of :mod:`loongforge.chunks`; :mod:`loongforge.formula` holds the algebra of the options.
+T tokens, H hidden, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks, env
 from loongforge.dispatch import row_kernels
-from loongforge.kernels.interface import RowCoefficients, RowKernels, RowStats
+from loongforge.formula import Formula, scaled_for_float16
+from loongforge.kernels.interface import RowKernels, RowStats
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
@@ -51,54 +52,6 @@ class _Call:
 
 
 @dataclass
-class _Formula:
-    """The loss of one token and its gradient's coefficients, for every option at once (``docs/math.md``)."""
-
-    label_share: float  # 1 - smoothing
-    uniform_share: float  # smoothing / V
-    z_loss_weight: float
-    label_weight_T: torch.Tensor | float  # class weight of the label
-    total_weight: torch.Tensor | float  # sum of all class weights
-
-    @classmethod
-    def of(cls, call: _Call, target_T: torch.Tensor, class_weight: torch.Tensor | None) -> _Formula:
-        options, num_classes = call.options, call.num_classes
-        smoothing = options.label_smoothing
-        if options.label_smoothing_formula == "megatron" and smoothing:
-            smoothing *= num_classes / (num_classes - 1)
-        label_weight_T, total_weight = 1.0, float(num_classes)
-        if class_weight is not None:
-            label_weight_T = class_weight[target_T.clamp(0, num_classes - 1)]
-            total_weight = class_weight.sum()
-        return cls(1.0 - smoothing, smoothing / num_classes, options.z_loss_weight, label_weight_T, total_weight)
-
-    def loss(self, stats: RowStats) -> torch.Tensor:
-        """[T] from global statistics: ``log(sum) - (label - max)``, the order that keeps large logits exact."""
-        log_sum_T = stats.sum_exp_T.log()
-        nll_T = log_sum_T - (stats.label_logit_T - stats.max_T)
-        loss_T = nll_T * (self.label_weight_T * self.label_share)
-        if stats.weighted_sum_T is not None:
-            lse_T = stats.max_T + log_sum_T
-            loss_T = loss_T + self.uniform_share * (self.total_weight * lse_T - stats.weighted_sum_T)
-        if self.z_loss_weight:
-            loss_T = loss_T + self.z_loss_weight * (stats.max_T + log_sum_T).square()
-        return loss_T
-
-    def coefficients(self, grad_loss_T: torch.Tensor, max_T: torch.Tensor, sum_exp_T: torch.Tensor) -> RowCoefficients:
-        """Row coefficients of ``sum_t grad_loss_t * loss_t``."""
-        onehot_T = grad_loss_T * (self.label_weight_T * self.label_share)
-        softmax_T, uniform_T = onehot_T, None
-        if self.uniform_share:
-            uniform_T = grad_loss_T * self.uniform_share
-            softmax_T = softmax_T + uniform_T * self.total_weight
-        if self.z_loss_weight:
-            softmax_T = softmax_T + grad_loss_T * (2.0 * self.z_loss_weight * (max_T + sum_exp_T.log()))
-        # An ignored row stays an exact zero even where its sum of exponentials is 0 or NaN.
-        softmax_over_sum_T = torch.where(softmax_T == 0, 0.0, softmax_T / sum_exp_T)
-        return RowCoefficients(max_T, softmax_over_sum_T, onehot_T, uniform_T)
-
-
-@dataclass
 class _KeptLogits:
     """Logits that stay between forward and backward, and their share of the budget."""
 
@@ -114,7 +67,7 @@ class _LossPerToken(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             labels = _Labels.of(target_T, call)
             head = _head(hidden, weight, bias, class_weight, labels, call)
-            formula = _Formula.of(call, target_T, class_weight)
+            formula = _formula(target_T, class_weight, call)
             stats, kept = chunks.forward(head, bool(formula.uniform_share), keep=call.reservation is not None)
             _reduce_statistics(stats, call.parallel)
             loss_T = formula.loss(stats).masked_fill_(labels.ignored_T, 0.0)
@@ -138,10 +91,12 @@ class _LossPerToken(torch.autograd.Function):
             grad_loss_T = grad_loss_T.to(max_T.dtype).masked_fill(labels.ignored_T, 0.0)
             grad_loss_T = grad_loss_T.masked_fill_(labels.out_of_range_T, torch.nan)
             head = _head(hidden, weight, bias, class_weight, labels, call)
-            coefficients = _Formula.of(call, target_T, class_weight).coefficients(grad_loss_T, max_T, sum_exp_T)
+            coefficients = _formula(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
             scale = None
             if call.dtype == torch.float16:
-                coefficients, scale = _scaled_for_float16(coefficients, sum_exp_T, class_weight, call)
+                coefficients, scale = scaled_for_float16(
+                    coefficients, sum_exp_T, class_weight, call.options.logit_scale
+                )
             weight_grad = _open_weight_grad(weight, call) if needs_weight else None
             logits = None if kept is None else kept.logits
             grads = chunks.backward(head, coefficients, logits, needs_hidden, weight_grad, needs_bias, scale)
@@ -166,6 +121,10 @@ class _Labels:
         local_T = target_T - call.parallel.rank * call.rows_per_rank
         elsewhere_T = (local_T < 0) | (local_T >= call.plan.vocab_rows)
         return cls(local_T.masked_fill_(ignored_T | out_of_range_T | elsewhere_T, -1), ignored_T, out_of_range_T)
+
+
+def _formula(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: _Call) -> Formula:
+    return Formula.of(call.options, call.num_classes, target_T, class_weight)
 
 
 def _head(hidden, weight, bias, class_weight, labels: _Labels, call: _Call) -> chunks.Head:
@@ -197,29 +156,6 @@ def _reduce_statistics(stats: RowStats, parallel: VocabParallel) -> None:
     stats.max_T = global_max_T
     for name, total_T in zip(summed, stacked.unbind(), strict=True):
         setattr(stats, name, total_T)
-
-
-def _scaled_for_float16(
-    coefficients: RowCoefficients, sum_exp_T: torch.Tensor, class_weight: torch.Tensor | None, call: _Call
-) -> tuple[RowCoefficients, torch.Tensor]:
-    """Coefficients times a power of two that puts the largest logit gradient near 2**13, and that power.
-
-    float16 holds 6e-8 to 65504: neither ``p / num_tokens`` nor a loss scale of 65536 fits, their quotient does.
-    """
-    uniform_T = coefficients.uniform_T
-    size_T = (coefficients.softmax_over_sum_T * sum_exp_T).abs() + coefficients.onehot_T.abs()
-    if uniform_T is not None:
-        size_T = size_T + uniform_T.abs() * (1.0 if class_weight is None else class_weight.abs().max())
-    size_T = torch.cat([size_T.where(size_T.isfinite(), 0.0), size_T.new_zeros(1)])
-    _, exponent = torch.frexp(size_T.max() * abs(call.options.logit_scale))
-    scale = torch.ldexp(torch.ones_like(sum_exp_T[:1]).sum(), (13 - exponent).clamp(-100, 100))
-    scaled = RowCoefficients(
-        coefficients.max_T,
-        coefficients.softmax_over_sum_T * scale,
-        coefficients.onehot_T * scale,
-        None if uniform_T is None else uniform_T * scale,
-    )
-    return scaled, scale
 
 
 def _finish_grad_hidden(grad_hidden_TH: torch.Tensor, hidden: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
