@@ -46,12 +46,11 @@ def check_inputs(
         raise ValueError("label_smoothing_formula='megatron' divides by V - 1 and needs a vocabulary of at least 2")
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
-    if class_weight is not None:
-        if class_weight.shape != (num_classes,) or not class_weight.is_floating_point():
-            raise ValueError(
-                f"class_weight must be a float tensor of shape [{num_classes}], the global vocabulary on every rank, "
-                f"got {list(class_weight.shape)} of {class_weight.dtype}"
-            )
+    if class_weight is not None and (class_weight.shape != (num_classes,) or not class_weight.is_floating_point()):
+        raise ValueError(
+            f"class_weight must be a float tensor of shape [{num_classes}], the global vocabulary on every rank, "
+            f"got {list(class_weight.shape)} of {class_weight.dtype}"
+        )
 
 
 def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOptions) -> None:

@@ -102,7 +102,7 @@ class _LossPerToken(torch.autograd.Function):
             grads = chunks.backward(head, coefficients, logits, needs_hidden, weight_grad, needs_bias, scale)
             grad_hidden = _finish_grad_hidden(grads.hidden_TH, hidden, call.parallel) if needs_hidden else None
             grad_weight = _close_weight_grad(weight_grad, call) if needs_weight else None
-            grad_bias = grads.bias_V.to(bias.dtype) if needs_bias else None
+            grad_bias = _with_padded_rows(grads.bias_V, bias) if needs_bias else None
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
@@ -166,12 +166,18 @@ def _finish_grad_hidden(grad_hidden_TH: torch.Tensor, hidden: torch.Tensor, para
     return parallel.reduce_grad_hidden(grad_hidden_TH.to(hidden.dtype).view(shape))
 
 
+def _with_padded_rows(grad_bias_V: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(grad_bias_V, (0, bias.shape[0] - grad_bias_V.shape[0])).to(bias.dtype)
+
+
 def _open_weight_grad(weight: torch.Tensor, call: _Call) -> chunks.WeightGrad:
-    if call.weight_grad_sink is not None:
-        return chunks.WeightGrad(*call.weight_grad_sink.open())
-    buffer_VH = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    buffer_VH[call.plan.vocab_rows :] = 0  # padded rows take no part in the softmax
-    return chunks.WeightGrad(buffer_VH, accumulate=False)
+    if call.weight_grad_sink is None:
+        buffer_VH, accumulate = torch.empty_like(weight, memory_format=torch.contiguous_format), False
+    else:
+        buffer_VH, accumulate = call.weight_grad_sink.open()
+    if not accumulate:
+        buffer_VH[call.plan.vocab_rows :] = 0  # padded rows take no part in the softmax
+    return chunks.WeightGrad(buffer_VH, accumulate)
 
 
 def _close_weight_grad(weight_grad: chunks.WeightGrad, call: _Call) -> torch.Tensor:
