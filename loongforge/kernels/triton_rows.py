@@ -371,6 +371,7 @@ def _launch(kernel, config, logits_TC, rows, class_weight_C, first_class, transf
         kernel[(num_tokens,)](
             logits_TC, *rows, class_weight_C, logits_TC.stride(0), num_classes, first_class, _bits(factor), _bits(softcap),
             TRANSFORM=mode, **config.meta(_warp_size(logits_TC.device)),
+            enable_fp_fusion=True,  # whatever this Triton's default
         )  # fmt: skip
 
 
