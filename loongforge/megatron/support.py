@@ -1,0 +1,81 @@
+"""What the hook refuses, by name."""
+
+from __future__ import annotations
+
+import torch
+
+_OFF = "or set cross_entropy_loss_fusion=False"
+
+
+def check_output_layer(model: torch.nn.Module) -> None:
+    """Raise ``NotImplementedError`` unless the fused loss can stand in for ``model.output_layer``."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layer, config, model_name = model.output_layer, model.config, type(model).__name__
+    layer_name = type(layer).__name__
+    if layer_name == "TELMHeadColumnParallelLinear":
+        raise _refused(
+            f"TELMHeadColumnParallelLinear as {model_name}'s output layer (an MXFP8 product)",
+            "set fp8_output_proj=False",
+        )
+    if type(layer) is not ColumnParallelLinear:
+        raise _refused(
+            f"{model_name}'s output layer of class {type(layer).__module__}.{layer_name}; it knows "
+            "megatron.core.tensor_parallel.ColumnParallelLinear only",
+            "leave the output layer out of the wrapping (LoRA, PEFT, fully_shard)",
+        )
+    if layer.bias is not None:
+        raise _refused(f"an output layer with a bias (in {model_name})", "build it with bias=False")
+    if config.defer_embedding_wgrad_compute:
+        raise _refused(
+            "defer_embedding_wgrad_compute (it needs the gradient of all logits at once)",
+            "set defer_embedding_wgrad_compute=False",
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise _refused(
+            f"gtp_remat_size = {layer.gtp_remat_size} > 1 (the output layer's weight is sharded inside its product)",
+            "set gtp_remat_size to 1 for the output layer",
+        )
+    if layer.disable_grad_reduce:
+        raise _refused("disable_grad_reduce=True in the output layer", "set disable_grad_reduce=False")
+
+
+def check_weight(layer: torch.nn.Module, weight: torch.Tensor | None) -> torch.Tensor:
+    """The weight of one call; refuses one that is not this rank's shard."""
+    weight = layer.weight if weight is None else weight
+    if weight is None:
+        raise RuntimeError("the output layer has no weight of its own and none was passed to its forward")
+    if hasattr(weight, "__fsdp_param__"):
+        raise _refused(
+            "Megatron-FSDP (it releases the output layer's weight after the layer's forward, before the loss)",
+            "use the distributed optimizer instead",
+        )
+    tp_size = layer.output_size // layer.output_size_per_partition
+    expected = (layer.output_size_per_partition, layer.input_size)
+    if tuple(weight.shape) != expected:
+        raise ValueError(
+            f"the output layer's weight must be this rank's shard {list(expected)} of a vocabulary of "
+            f"{layer.output_size} over {tp_size} tensor-parallel rank(s), got {list(weight.shape)}: pass the shard"
+        )
+    if tp_size > 1 and getattr(weight, "tensor_model_parallel", True) is False:
+        raise ValueError(
+            f"the output layer's weight says tensor_model_parallel=False, but its layer splits {layer.output_size} "
+            f"rows over {tp_size} tensor-parallel ranks: a replicated weight is not supported, shard it"
+        )
+    if getattr(weight, "partition_dim", 0) not in (0, -1):
+        raise ValueError(
+            f"the output layer's weight must be sharded along dim 0, the vocabulary, got "
+            f"partition_dim={weight.partition_dim}"
+        )
+    return weight
+
+
+def check_model_class(model: torch.nn.Module, known: tuple[type, ...]) -> None:
+    """Raise ``NotImplementedError`` for a language model whose loss path the hook does not know."""
+    if not isinstance(model, known):
+        names = " and ".join(cls.__name__ for cls in known)
+        raise _refused(f"{type(model).__name__}; it knows {names}", "set cross_entropy_fusion_impl='native'")
+
+
+def _refused(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"cross_entropy_fusion_impl='linear' does not support {what}: {instead}, {_OFF}")
