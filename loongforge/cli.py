@@ -1,0 +1,100 @@
+"""`loongforge COMMAND`: the only place that reads the command line."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from loongforge.train import config_io
+from loongforge.train.errors import TrainError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 after an error that was explained in one line."""
+    parser = argparse.ArgumentParser(prog="loongforge", description="The fused output layer of language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_preprocess(commands)
+    options = vars(parser.parse_args(arguments))
+    run = options.pop("run")
+    del options["command"]
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # At import and at build megatron-core tells of every optional package that is not there.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    try:
+        run(options)
+    except TrainError as error:
+        print(f"loongforge: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a GPT with megatron-core",
+        description="Train a GPT with megatron-core.  A flag overrides the key of the same name in the config.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file; see configs/")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="check the config and print the plan, train nothing")
+    mode.add_argument(
+        "--compare-unfused",
+        type=int,
+        metavar="STEPS",
+        help="train STEPS steps with the fused and with the plain output layer, side by side, and measure both",
+    )
+    config_io.add_flags(parser)
+    parser.set_defaults(run=_train)
+
+
+def _train(options: dict) -> None:
+    dry_run, compare_steps = options.pop("dry_run"), options.pop("compare_unfused")
+    config = config_io.load_config(options.pop("config"), options)
+    if dry_run:
+        from loongforge.train.dry_run import dry_run as describe
+
+        print(describe(config))
+    elif compare_steps is not None:
+        from loongforge.train.compare import compare_with_unfused
+
+        compare_with_unfused(config, compare_steps)
+    else:
+        from loongforge.train.loop import train
+
+        train(config)
+
+
+def _add_preprocess(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "preprocess",
+        help="turn text into Megatron token files",
+        description="Write PREFIX.bin, PREFIX.idx and PREFIX.tokenizer.json.  A .jsonl file holds one document per "
+        'line under "text"; any other file is text, cut into documents at blank lines.',
+        allow_abbrev=False,
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="text files, UTF-8")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="where the token files go")
+    parser.add_argument("--tokenizer", default="bpe", help="bytes, bpe (trained on the input), or a tokenizer file")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens of a BPE that is trained (default 8192)")
+    parser.set_defaults(run=_preprocess)
+
+
+def _preprocess(options: dict) -> None:
+    from loongforge.train.preprocess import preprocess
+
+    prefix = options["output_prefix"]
+    counts = preprocess(options["input"], prefix, options["tokenizer"], options["vocab_size"])
+    print(
+        f"{counts.documents:,} documents, {counts.characters:,} characters -> {counts.tokens:,} tokens, "
+        f"vocabulary {counts.vocab_size}: {prefix}.bin, {prefix}.idx, {prefix}.tokenizer.json"
+    )
+
+
+if __name__ == "__main__":  # saving a checkpoint starts a helper process that imports this module
+    sys.exit(main())
