@@ -234,7 +234,8 @@ def fused_loss(
     if env.check_ranks():
         _check_ranks(call, hidden, weight)
     if env.check_labels():
-        checks.check_labels_in_range(target, _Labels.of(target_T, call).out_of_range_T, call.num_classes)
+        out_of_range = _Labels.of(target_T, call).out_of_range_T.view(target.shape)
+        checks.check_labels_in_range(target, out_of_range, call.num_classes)
     if class_weight is not None:
         class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
     loss_T = _LossPerToken.apply(hidden, weight, bias, target_T, class_weight, call)
@@ -242,20 +243,22 @@ def fused_loss(
         return loss_T.view(target.shape)
     if options.reduction == "sum":
         return loss_T.sum()
-    return loss_T.sum() / _denominator(target_T, class_weight, normalizer, call).to(loss_T.dtype)
+    return loss_T.sum() / _denominator(target_T, class_weight, normalizer, call, loss_T.dtype)
 
 
-def _denominator(target_T, class_weight, normalizer, call: _Call) -> torch.Tensor:
+def _denominator(target_T, class_weight, normalizer, call: _Call, dtype: torch.dtype) -> torch.Tensor:
     """Valid tokens (their class weights, as in torch) or the caller's number; 1 where no token is valid."""
     valid_T = target_T != call.options.ignore_index
-    if normalizer is not None:
-        count = torch.as_tensor(normalizer, device=target_T.device)
+    if isinstance(normalizer, torch.Tensor):
+        count = normalizer.reshape(())
+    elif normalizer is not None:
+        count = torch.full((), normalizer, dtype=dtype, device=target_T.device)
     elif class_weight is not None:
         label_weight_T = class_weight[target_T.clamp(0, call.num_classes - 1)]
         count = torch.where(valid_T, label_weight_T, 0.0).sum()
     else:
         count = valid_T.sum()
-    return torch.where(valid_T.any() | (count != 0), count, 1)
+    return torch.where(valid_T.any() | (count != 0), count, 1).to(dtype)
 
 
 def _check_ranks(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> None:
