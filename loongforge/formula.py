@@ -59,8 +59,9 @@ class Formula:
             uniform_T = grad_loss_T * self.uniform_share
             softmax_T = softmax_T + uniform_T * self.total_weight
         if self.z_loss_weight:
-            softmax_T = softmax_T + grad_loss_T * (2.0 * self.z_loss_weight * (max_T + sum_exp_T.log()))
-        # An ignored row stays an exact zero even where its sum of exponentials is 0 or NaN.
+            z_term_T = grad_loss_T * (2.0 * self.z_loss_weight * (max_T + sum_exp_T.log()))
+            softmax_T = softmax_T + torch.where(grad_loss_T == 0, 0.0, z_term_T)
+        # An ignored row stays an exact zero even where its sum of exponentials is 0 or NaN (z_term_T likewise).
         softmax_over_sum_T = torch.where(softmax_T == 0, 0.0, softmax_T / sum_exp_T)
         return RowCoefficients(max_T, softmax_over_sum_T, onehot_T, uniform_T)
 
