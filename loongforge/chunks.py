@@ -107,9 +107,7 @@ def backward(
     grad_hidden [T, H] comes in the statistics' dtype, or in hidden's where one product gives it whole.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
-    one_product = kept_rows == head.plan.vocab_rows or (
-        kept_rows == 0 and head.plan.backward_width >= head.plan.vocab_rows
-    )
+    one_product = len([*head.kept_ranges(kept_rows), *head.plan.backward_chunks(kept_rows)]) == 1
     grad_hidden = _HiddenGrad(head, one_product and scale is None) if needs_hidden else None
     grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype) if needs_bias else None
 
