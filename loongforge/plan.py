@@ -7,6 +7,7 @@ none kept it costs one more GEMM.  What may be kept is a budget shared by all li
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -122,28 +123,34 @@ class LogitsBudget:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bytes_in_use = 0
+        self._granted = 0
+        self._returned: deque[int] = deque()
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes granted and not yet given back."""
-        return self._bytes_in_use
+        with self._lock:
+            return self._settle()
+
+    def _settle(self) -> int:
+        while self._returned:
+            self._granted -= self._returned.popleft()
+        return self._granted
 
     def reserve(self, options: LossOptions, num_tokens: int, vocab_rows: int, itemsize: int) -> Reservation:
         """Grant as many whole vocabulary rows of logits as the budget of ``options`` or the environment has left."""
         limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
         wanted = num_tokens * vocab_rows * itemsize
         with self._lock:
-            free = wanted if limit == "all" else max(0, int(limit) * _MIB - self._bytes_in_use)
+            free = wanted if limit == "all" else max(0, int(limit) * _MIB - self._settle())
             rows = _rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
             reservation = Reservation(self, rows * num_tokens * itemsize)
-            self._bytes_in_use += reservation.num_bytes
+            self._granted += reservation.num_bytes
         return reservation
 
     def release(self, num_bytes: int) -> None:
-        """Called by :class:`Reservation`."""
-        with self._lock:
-            self._bytes_in_use -= num_bytes
+        """Called by :class:`Reservation` from ``__del__``, which a garbage collection may run anywhere: no lock."""
+        self._returned.append(num_bytes)
 
 
 logits_budget = LogitsBudget()
