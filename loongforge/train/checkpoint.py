@@ -120,7 +120,7 @@ def load_checkpoint(config: TrainConfig, state: TrainState, layout: Layout, voca
             f"checkpoint {path} cannot be read: {type(error).__name__}: {error}; an earlier one can be chosen with "
             "--ckpt-step"
         ) from error
-    _bare(state.model).load_state_dict(loaded["model"])
+    bare_model(state.model).load_state_dict(loaded["model"])
     if weights_only:
         state.optimizer.reload_model_params()
         return Progress()
@@ -203,12 +203,12 @@ def _optimizer_description(config: TrainConfig) -> dict[str, Any]:
 
 
 def _sharded_state(state: TrainState, layout: Layout, is_loading: bool) -> dict[str, Any]:
-    model = _bare(state.model).sharded_state_dict(prefix="")
+    model = bare_model(state.model).sharded_state_dict(prefix="")
     optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_OPTIMIZER_METADATA)
     return {"model": model, "optimizer": optimizer, "rng_state": _random_state(layout)}
 
 
-def _bare(model: Any) -> Any:
+def bare_model(model: Any) -> Any:
     """The GPTModel inside DistributedDataParallel and Float16Module."""
     while hasattr(model, "module"):
         model = model.module
