@@ -1,0 +1,254 @@
+"""A small model of megatron-core on CPU: built, trained and measured, once per configuration of a row.
+
+Imported by worker.py after the stand-ins and the hook are in place.  T = sequence * micro batch tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from matrix import Row
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+try:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+except ImportError:  # up to 0.17
+    from megatron.core.models.mamba.mamba_model import MambaModel as HybridModel
+    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
+
+SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 32, 2, 2
+VOCABULARY, HIDDEN = 512, 32
+STEPS = 20
+LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+
+
+@dataclass
+class Run:
+    """What one training run left behind on this rank."""
+
+    losses: list[float] = field(default_factory=list)  # one a step, last stage only
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of step 1
+    logits_sized: list[str] = field(default_factory=list)  # allocations of T * V elements or more in step 1
+    eval_loss: torch.Tensor | None = None
+    eval_logits_sized: list[str] = field(default_factory=list)
+    logits: torch.Tensor | None = None
+
+
+class AllocationWatch(TorchDispatchMode):
+    """Lists operations whose result is new memory of at least ``limit`` elements."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() >= self.limit and _storage(leaf) not in known:
+                self.found.append(f"{func} -> {list(leaf.shape)}")
+        return result
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
+    """Megatron's configuration of one row; ``fusion`` is empty or LINEAR."""
+    mup = {"use_mup": True, "mup_base_hidden_size": 8} if row.mup else {}
+    config = TransformerConfig(
+        num_layers=2 if row.model == "gpt" else 4,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        tensor_model_parallel_size=row.tp,
+        pipeline_model_parallel_size=row.pp,
+        sequence_parallel=row.sp,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        gradient_accumulation_fusion=row.accumulation_fusion,
+        calculate_per_token_loss=row.per_token,
+        mtp_num_layers=row.mtp or None,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        **mup,
+        **fusion,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def build_model(row: Row, config: TransformerConfig) -> torch.nn.Module:
+    """GPTModel, or HybridModel of attention and MLP layers, with the same weights for every configuration."""
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    torch.manual_seed(7)
+    common = {
+        "config": config,
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": SEQUENCE,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "share_embeddings_and_output_weights": row.tied,
+        "position_embedding_type": "rope",
+    }
+    spec = get_gpt_layer_local_spec()
+    if row.model == "hybrid":
+        names = inspect.signature(HybridModel.__init__).parameters
+        prefix = "hybrid" if "hybrid_stack_spec" in names else "mamba"
+        pattern = "hybrid_layer_pattern" if "hybrid_layer_pattern" in names else "hybrid_override_pattern"
+        layers = "*-*-" if row.pp == 1 or pattern == "hybrid_override_pattern" else "*-|*-"
+        model = HybridModel(**common, **{f"{prefix}_stack_spec": _hybrid_spec(spec), pattern: layers})
+    else:
+        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if row.mtp else None
+        model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=mtp_spec, **common)
+    with torch.no_grad():  # bf16 and fp32 runs of a row start from the same numbers, and norms are not all ones
+        for name, parameter in sorted(model.named_parameters()):
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def _hybrid_spec(gpt_spec: ModuleSpec) -> ModuleSpec:
+    parts = gpt_spec.submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add)
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
+        ),
+    )
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    """Endless micro batches of a language that can be learnt, with some tokens masked out of the loss."""
+    table = torch.randint(0, VOCABULARY, (VOCABULARY,), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(42 + parallel_state.get_data_parallel_rank())
+    while True:
+        tokens = torch.empty(MICRO_BATCH, SEQUENCE + 1, dtype=torch.long)
+        tokens[:, 0] = torch.randint(0, VOCABULARY, (MICRO_BATCH,), generator=generator)
+        for position in range(SEQUENCE):
+            tokens[:, position + 1] = table[tokens[:, position]]
+        labels = tokens[:, 1:].contiguous()
+        mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) > 0.2).float()
+        yield {
+            "input_ids": tokens[:, :-1].contiguous(),
+            "position_ids": torch.arange(SEQUENCE)[None].expand(MICRO_BATCH, -1).contiguous(),
+            "attention_mask": torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None],
+            # As Megatron's datasets pad: negative labels, which the loss mask takes out later.
+            "labels": torch.where((mask == 0) & (torch.arange(SEQUENCE) > SEQUENCE // 2), -1, labels),
+            "loss_mask": mask,
+        }
+
+
+def _loss(per_token: bool, mask: torch.Tensor, output: torch.Tensor) -> tuple:
+    total, count = (output.float().view(-1) * mask.view(-1)).sum(), mask.sum()
+    if per_token:
+        return total, count.to(torch.int), {"loss": total.detach() / count}
+    return total / count, {"loss": total.detach() / count}
+
+
+def _forward_step(row: Row, iterator: Iterator[dict], model: torch.nn.Module) -> tuple:
+    batch = dict(next(iterator))
+    mask = batch.pop("loss_mask")
+    if row.mtp:
+        batch["loss_mask"] = mask
+    return model(**batch), partial(_loss, row.per_token, mask)
+
+
+def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
+    """STEPS steps; ``fusion`` is empty or LINEAR."""
+    run = Run()
+    config = configuration(row, dtype, **fusion)
+    bare = build_model(row, config)
+    if row.pp == 1:
+        _evaluate(bare, row, run)
+    model = Float16Module(config, bare) if dtype == torch.bfloat16 else bare
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=row.dist_opt,
+        use_distributed_optimizer=row.dist_opt,
+        overlap_param_gather=row.dist_opt,
+    )
+    model = DistributedDataParallel(config, ddp, model)
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=3e-3,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=row.dist_opt,
+        overlap_param_gather=row.dist_opt,
+    )
+    optimizer = get_megatron_optimizer(settings, [model])
+    schedule, iterator = get_forward_backward_func(), batches()
+    for step in range(STEPS):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        with AllocationWatch(_logits_per_rank(row)) as watch:
+            results = schedule(
+                forward_step_func=partial(_forward_step, row),
+                data_iterator=iterator,
+                model=[model],
+                num_microbatches=MICRO_BATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=MICRO_BATCH,
+                forward_only=False,
+            )
+        if step == 0:
+            run.logits_sized = watch.found
+            run.grads = {name: parameter.main_grad.clone() for name, parameter in bare.named_parameters()}
+        optimizer.step()
+        if results:
+            run.losses.append(sum(float(result["loss"]) for result in results) / len(results))
+    return run
+
+
+def _evaluate(model: torch.nn.Module, row: Row, run: Run) -> None:
+    batch = dict(next(batches()))
+    mask = batch.pop("loss_mask")
+    extra = {"loss_mask": mask} if row.mtp else {}
+    model.eval()
+    with torch.no_grad():
+        with AllocationWatch(_logits_per_rank(row)) as watch:
+            run.eval_loss = model(**batch, **extra) * mask
+        run.eval_logits_sized = watch.found
+        if not row.mtp:  # 0.16 needs labels there
+            batch.pop("labels")
+            run.logits = model(**batch)
+    model.train()
+
+
+def _logits_per_rank(row: Row) -> int:
+    return SEQUENCE * MICRO_BATCH * VOCABULARY // row.tp
