@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXTRAS = {
-    # megatron-core 0.16.1 is the newest for Python 3.11, 0.17 and newer need Python 3.12; saving a checkpoint needs psutil.
+    # megatron-core 0.16.1 is the newest for Python 3.11, 0.17 and newer need 3.12; saving a checkpoint needs psutil.
     "megatron": ["megatron-core>=0.16.1,<0.20", "psutil>=5.9"],
     "triton": ["triton>=3.1; platform_system == 'Linux'"],
     "flydsl": ["flydsl>=0.5; platform_system == 'Linux' and platform_machine == 'x86_64'"],
@@ -16,7 +16,7 @@ EXTRAS = {
 }
 EXTRAS["train"] += EXTRAS["megatron"]
 # Transformer Engine builds from source and has to be asked for by name.
-EXTRAS["all"] = sorted({requirement for name, extra in EXTRAS.items() if name not in ("te", "dev") for requirement in extra})
+EXTRAS["all"] = [*EXTRAS["triton"], *EXTRAS["flydsl"], *EXTRAS["train"], *EXTRAS["plot"]]
 
 readme = Path(__file__).with_name("README.md")
 setup(

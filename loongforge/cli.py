@@ -37,6 +37,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "train",
         help="train a GPT with megatron-core",
+        usage="loongforge train --config FILE [--dry-run | --compare-unfused STEPS] [flags that override keys]",
         description="Train a GPT with megatron-core.  A flag overrides the key of the same name in the config.",
         allow_abbrev=False,
     )

@@ -176,13 +176,20 @@ def _require_continuable(
     if not config.checkpoint.override_opt_param_scheduler:
         saved = {key: value for key, value in common["opt_param_scheduler"].items() if key != "num_steps"}
         _require_equal(
-            path, "schedule", saved, state.scheduler.state_dict(),
+            path,
+            "schedule",
+            saved,
+            state.scheduler.state_dict(),
             "pass the values of the checkpoint, or --override-opt-param-scheduler to take this run's",
         )
 
 
 def _require_equal(
-    path: Path, what: str, saved: dict[str, Any], present: dict[str, Any], advice: str = "use the config it was made with"
+    path: Path,
+    what: str,
+    saved: dict[str, Any],
+    present: dict[str, Any],
+    advice: str = "use the config it was made with",
 ) -> None:
     differences = [
         f"{key} is {saved[key]} there and {present.get(key)} here"

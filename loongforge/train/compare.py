@@ -66,7 +66,8 @@ def _report(run: Run, fused: Outcome, plain: Outcome) -> None:
         say(f"{step:>6}{a:>14.6f}{b:>14.6f}{difference:>22.1e}")
     say("\noutput layer and loss, forward and backward, measured by the allocator's events in the last step:")
     for name, memory in (("fused", fused.memory), ("unfused", plain.memory)):
-        say(f"{name:>9}: peak {memory.peak / _MIB:8.1f} MiB, largest allocation {memory.largest_allocation / _MIB:8.1f} MiB")
+        peak, largest = memory.peak / _MIB, memory.largest_allocation / _MIB
+        say(f"{name:>9}: peak {peak:8.1f} MiB, largest allocation {largest:8.1f} MiB")
     say(f"    saved: {(plain.memory.peak - fused.memory.peak) / _MIB:.1f} MiB")
     tolerance = TOLERANCE[run.config.training.bf16]
     if not max(differences) <= tolerance:

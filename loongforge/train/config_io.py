@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import inspect
+import itertools
 import textwrap
 import types
 import typing
@@ -18,6 +20,7 @@ from loongforge.train import config as config_module
 from loongforge.train.config import TrainConfig
 from loongforge.train.errors import ConfigError, require_packages
 
+_KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 SECTIONS: dict[str, type] = typing.get_type_hints(TrainConfig)
 
 
@@ -94,24 +97,20 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if value is None and type(None) in typing.get_args(hint):
         return None
     if kind is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if kind is list and isinstance(value, str):
         value = value.split()
     if kind is list and isinstance(value, list):
         return [str(item) for item in value]
     if type(value) is not kind or (choices and value not in choices):
-        expected = f"one of {', '.join(choices)}" if choices else {"list": "a list", "str": "text"}.get(
-            kind.__name__, f"of type {kind.__name__}"
-        )
+        expected = f"one of {', '.join(choices)}" if choices else _KIND_NAMES[kind]
         raise ConfigError(f"{name} must be {expected}, got {value!r}")
     return value
 
 
 def _kind(hint: Any) -> tuple[type, tuple[str, ...] | None]:
-    """``Literal["a", "b"] | None`` -> (str, ("a", "b")); ``list[str] | None`` -> (list, None); ``int`` -> (int, None)."""
+    """``Literal["a", "b"] | None`` -> (str, ("a", "b")); ``list[str]`` -> (list, None); ``int`` -> (int, None)."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
     if typing.get_origin(hint) is typing.Literal:
@@ -129,7 +128,7 @@ def _field_sentences(section_class: type) -> dict[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section_class))).body
     assert isinstance(definition, ast.ClassDef)
     sentences = {}
-    for statement, follower in zip(definition.body, definition.body[1:]):
+    for statement, follower in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(follower, ast.Expr):
             sentences[statement.target.id] = follower.value.value.replace("%", "%%")
     return sentences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def build_datasets(config: TrainConfig, tokenizer: Tokenizer) -> Datasets:
 
     assert config.data.data_path is not None
     training = config.training
+    prefixes, _ = parse_blend(config.data.data_path)
     sizes = [training.train_iters * training.global_batch_size, training.eval_iters * training.global_batch_size, 0]
     try:
         megatron_config = GPTDatasetConfig(
@@ -64,7 +66,7 @@ def build_datasets(config: TrainConfig, tokenizer: Tokenizer) -> Datasets:
             blend=parse_blend(config.data.data_path),
             split=config.data.split,
             path_to_cache=config.data.data_cache_path,
-            tokenizer=tokenizer,
+            tokenizer=_DatasetTokenizer(tokenizer, prefixes),
             reset_position_ids=False,
             reset_attention_mask=False,
             eod_mask_loss=False,
@@ -109,6 +111,23 @@ def check_token_files(prefix: str) -> None:
     expected = int(lengths.sum(dtype=np.int64)) * DType.size(dtype_code)
     if bin_.stat().st_size != expected:
         raise DataError(f"{bin_} is damaged: {expected} bytes expected, {bin_.stat().st_size} found; write it anew")
+
+
+class _DatasetTokenizer:
+    """What GPTDataset asks of a tokenizer; its identifiers are part of the key of Megatron's sample-index cache.
+
+    The key otherwise holds names and numbers only, so token files written anew would meet a stale index.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prefixes: list[str]) -> None:
+        self.vocab_size, self.eod = tokenizer.vocab_size, tokenizer.eod
+        digest = hashlib.sha256()
+        for prefix in prefixes:
+            idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+            with idx.open("rb") as stream:
+                digest.update(stream.read(1 << 20))
+            digest.update(f"{idx.stat().st_size} {bin_.stat().st_size}".encode())
+        self.unique_identifiers = {**tokenizer.unique_identifiers, "token_files": digest.hexdigest()}
 
 
 @dataclass(frozen=True, kw_only=True)

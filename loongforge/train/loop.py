@@ -15,7 +15,7 @@ from loongforge.train.checkpoint import Progress, check_save_folder, load_checkp
 from loongforge.train.config import TrainConfig
 from loongforge.train.data import Datasets, MicroBatches, batches, build_datasets, load_run_tokenizer
 from loongforge.train.distributed import Layout, any_rank, process_groups, seed_everything
-from loongforge.train.errors import TrainError, require_packages
+from loongforge.train.errors import ConfigError, TrainError, require_packages
 from loongforge.train.metrics import Metrics
 from loongforge.train.model import TrainState, build_train_state
 from loongforge.train.output_layer import describe_output_layer
@@ -38,6 +38,8 @@ def open_run(config: TrainConfig) -> Iterator[Run]:
     require_packages("megatron.core", "psutil", extra="train")
     tokenizer = load_run_tokenizer(config)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
+        raise ConfigError(f"vocab_size={vocab_size} is less than the tokenizer's {tokenizer.vocab_size}")
     with process_groups(config) as layout:
         datasets = build_datasets(config, tokenizer)
         yield Run(config=config, layout=layout, datasets=datasets, vocab_size=vocab_size)

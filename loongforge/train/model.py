@@ -98,9 +98,7 @@ def build_gpt(config: TrainConfig, megatron_config: Any, vocab_size: int) -> tor
         layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization)
     mtp_spec = None
     if model.mtp_num_layers:
-        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
-            megatron_config, layer_spec, use_transformer_engine=use_te
-        )
+        mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(megatron_config, layer_spec, use_transformer_engine=use_te)
     return GPTModel(
         config=megatron_config,
         transformer_layer_spec=layer_spec,
