@@ -6,12 +6,11 @@ Nothing here knows of groups, reductions or Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
+from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
 from loongforge.matmul import product_, project_
 from loongforge.plan import ChunkPlan
 
@@ -31,6 +30,7 @@ class Head:
     class_weight_V: torch.Tensor | None
     transform: LogitTransform
     kernels: RowKernels
+    tiles: TileKernels | None  # take the chunks that are not kept, where they exist
     plan: ChunkPlan
 
     @property
@@ -42,21 +42,23 @@ class Head:
         """[stop - start, H] in the dtype of hidden."""
         return self.weight_VH[start:stop].to(self.hidden_TH.dtype)
 
+    def bias_rows(self, start: int, stop: int) -> torch.Tensor | None:
+        """[stop - start] in the dtype of hidden."""
+        return None if self.bias_V is None else self.bias_V[start:stop].to(self.hidden_TH.dtype)
+
     def compute_logits(self, start: int, stop: int, out_TC: torch.Tensor) -> torch.Tensor:
         """Logits of vocabulary rows ``[start, stop)``."""
-        bias_C = None if self.bias_V is None else self.bias_V[start:stop].to(out_TC.dtype)
-        project_(out_TC, self.hidden_TH, self.weight_rows(start, stop), bias_C)
+        project_(out_TC, self.hidden_TH, self.weight_rows(start, stop), self.bias_rows(start, stop))
         return out_TC
 
     def class_weight_rows(self, start: int, stop: int) -> torch.Tensor | None:
         """[stop - start] in the statistics' dtype."""
         return None if self.class_weight_V is None else self.class_weight_V[start:stop]
 
-    def kept_ranges(self, kept_rows: int) -> Iterator[tuple[int, int]]:
+    def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
         """One GEMM for everything kept, unless casting the weight asks for pieces."""
         step = kept_rows if self.weight_VH.dtype == self.hidden_TH.dtype else self.plan.forward_width
-        for start in range(0, kept_rows, max(1, step)):
-            yield start, min(start + step, kept_rows)
+        return [(start, min(start + step, kept_rows)) for start in range(0, kept_rows, max(1, step))]
 
 
 @dataclass
@@ -85,6 +87,10 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
         for start, stop in head.kept_ranges(kept_rows):
             head.compute_logits(start, stop, kept[:, start:stop])
         _accumulate(head, kept, 0, kept_rows, stats)
+    if head.tiles is not None:
+        if kept_rows < head.plan.vocab_rows:
+            _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
+        return stats, kept
     buffer = _Buffer(head, head.plan.forward_width, kept_rows)
     for start, stop in head.plan.forward_chunks(kept_rows):
         _accumulate(head, head.compute_logits(start, stop, buffer.chunk(stop - start)), start, stop, stats)
@@ -107,7 +113,8 @@ def backward(
     grad_hidden [T, H] comes in the statistics' dtype, or in hidden's where one product gives it whole.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
-    one_product = len([*head.kept_ranges(kept_rows), *head.plan.backward_chunks(kept_rows)]) == 1
+    recomputed = head.plan.backward_chunks(kept_rows)
+    one_product = len(head.kept_ranges(kept_rows)) + len(recomputed) == 1
     grad_hidden = _HiddenGrad(head, one_product and scale is None) if needs_hidden else None
     grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype) if needs_bias else None
 
@@ -126,9 +133,12 @@ def backward(
         for start, stop in head.kept_ranges(kept_rows):
             use(kept[:, start:stop], start, stop)
     buffer = _Buffer(head, head.plan.backward_width, kept_rows)
-    for start, stop in head.plan.backward_chunks(kept_rows):
-        logits_TC = head.compute_logits(start, stop, buffer.chunk(stop - start))
-        _to_gradient(head, logits_TC, start, stop, coefficients)
+    for start, stop in recomputed:
+        logits_TC = buffer.chunk(stop - start)
+        if head.tiles is not None and start >= head.plan.kept_rows:
+            _tiles_to_gradient(head, logits_TC, start, stop, coefficients)
+        else:
+            _to_gradient(head, head.compute_logits(start, stop, logits_TC), start, stop, coefficients)
         use(logits_TC, start, stop)
     return Gradients(None if grad_hidden is None else grad_hidden.result(scale), grad_bias)
 
@@ -147,6 +157,22 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
     if head.plan.num_tokens:
         class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
         head.kernels.accumulate(logits_TC, head.label_T, start, stats, head.transform, class_weight_C)
+
+
+def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
+    class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
+    head.tiles.accumulate(
+        head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
+        head.label_T, start, stats, head.transform, class_weight_C,
+    )  # fmt: skip
+
+
+def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
+    class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
+    head.tiles.gradient(
+        head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
+        out_TC, head.label_T, start, coefficients, head.transform, class_weight_C,
+    )  # fmt: skip
 
 
 def _to_gradient(head: Head, logits_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
@@ -173,15 +199,21 @@ def _weight_rows_grad(
 
 
 class _Buffer:
-    """One allocation that every chunk of a direction reuses; the ragged last chunk is a shorter contiguous view."""
+    """One allocation that every chunk of a direction reuses; a ragged last chunk is a smaller view of it."""
 
     def __init__(self, head: Head, width: int, first_row: int) -> None:
         self._num_tokens = head.plan.num_tokens
-        widest = min(width, head.plan.vocab_rows - first_row)
+        # Tile kernels store whole 16-byte vectors, so their rows start at multiples of one.
+        self._multiple = 1 if head.tiles is None else 16 // head.hidden_TH.element_size()
+        widest = self._stride(min(width, head.plan.vocab_rows - first_row))
         self._flat = head.hidden_TH.new_empty(self._num_tokens * widest)
 
     def chunk(self, width: int) -> torch.Tensor:
-        return self._flat[: self._num_tokens * width].view(self._num_tokens, width)
+        stride = self._stride(width)
+        return self._flat[: self._num_tokens * stride].view(self._num_tokens, stride)[:, :width]
+
+    def _stride(self, width: int) -> int:
+        return -(-width // self._multiple) * self._multiple
 
 
 class _HiddenGrad:

@@ -17,7 +17,7 @@ import torch
 
 from loongforge import env
 from loongforge.arch import Arch, detect
-from loongforge.kernels.interface import RowKernels
+from loongforge.kernels.interface import RowKernels, TileKernels
 from loongforge.options import LossOptions
 
 logger = logging.getLogger("loongforge")
@@ -123,6 +123,19 @@ def row_kernels(device: torch.device, options: LossOptions, dtype: torch.dtype) 
 def choose(device: torch.device, options: LossOptions, dtype: torch.dtype) -> Choice:
     """:func:`select` for a real device, with the request taken from ``options`` or the environment."""
     return select(detect(device), options, dtype, requested_implementation(options))
+
+
+def tile_kernels(impl: str, hidden: torch.Tensor, weight: torch.Tensor) -> TileKernels | None:
+    """GEMM and row kernel in one for these operands, or None: so far Triton on Hopper, where it was measured to win."""
+    if impl != "triton" or detect(hidden.device).name != "sm_90":
+        return None
+    kernels = _load_tiles()
+    return kernels if kernels.supports(hidden.flatten(0, -2), weight) else None
+
+
+@cache
+def _load_tiles() -> TileKernels:
+    return importlib.import_module("loongforge.kernels.triton_tiles").TritonTileKernels()
 
 
 @cache

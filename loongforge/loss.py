@@ -17,9 +17,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks, env
-from loongforge.dispatch import row_kernels
+from loongforge.dispatch import row_kernels, tile_kernels
 from loongforge.formula import Formula, scaled_for_float16
-from loongforge.kernels.interface import RowKernels, RowStats
+from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
@@ -42,6 +42,7 @@ class _Call:
     options: LossOptions
     parallel: VocabParallel
     kernels: RowKernels
+    tiles: TileKernels | None
     plan: ChunkPlan
     dtype: torch.dtype  # of the matrix products
     num_classes: int  # global vocabulary size without padding
@@ -140,6 +141,7 @@ def _head(hidden, weight, bias, class_weight, labels: _Labels, call: _Call) -> c
         class_weight_V=None if class_weight is None else class_weight[first_class : first_class + rows],
         transform=call.options.transform,
         kernels=call.kernels,
+        tiles=call.tiles,
         plan=call.plan,
     )
 
@@ -198,6 +200,7 @@ def _prepare_call(hidden, weight, bias, num_tokens: int, options, parallel, sink
         options=options,
         parallel=parallel,
         kernels=kernels,
+        tiles=tile_kernels(kernels.name, hidden, weight) if dtype == hidden.dtype else None,
         plan=plan_chunks(
             kernels.name,
             num_tokens,

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from loongforge import env
+from loongforge.matmul import PIECE_ELEMENTS
 from loongforge.options import LossOptions
 
 GENERIC_VOCAB_SPLIT_SIZE = 3072
 KEPT_MULTIPLE = 256
 """A partly kept vocabulary is cut at a multiple of this, so that the rest starts aligned."""
+PER_TOKEN_BYTES = 128
+"""Labels, statistics and coefficients of one token in both directions."""
 _MIB = 1 << 20
 
 
@@ -37,9 +40,13 @@ class ChunkPlan:
         """Row ranges ``[start, stop)`` whose logits live in the reused buffer when ``kept_rows`` have their own."""
         return _ranges(kept_rows, self.vocab_rows, self.forward_width)
 
-    def backward_chunks(self, kept_rows: int) -> Iterator[tuple[int, int]]:
-        """Row ranges whose logits backward recomputes when ``kept_rows`` of them are still there."""
-        return _ranges(kept_rows, self.vocab_rows, self.backward_width)
+    def backward_chunks(self, kept_rows: int) -> list[tuple[int, int]]:
+        """Row ranges whose logits backward recomputes when ``kept_rows`` of them are still there.
+
+        No range crosses the plan's own ``kept_rows``: the two sides saw different roundings in forward.
+        """
+        lost = _ranges(kept_rows, self.kept_rows, self.backward_width)
+        return [*lost, *_ranges(max(kept_rows, self.kept_rows), self.vocab_rows, self.backward_width)]
 
     @property
     def unfused_bytes(self) -> int:
@@ -56,6 +63,27 @@ class ChunkPlan:
         """The largest reused chunk of logits."""
         width = min(max(self.forward_width, self.backward_width), self.vocab_rows - self.kept_rows)
         return self.num_tokens * width * self.itemsize
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes above the inputs at any moment of forward and backward, gradients and kept logits included.
+
+        Holds for contiguous hidden and weight of the plan's dtype.  On top come: under sequence parallelism the
+        gathered hidden states and this rank's slice of their gradient; in float16, or where autocast casts the
+        weight, one chunk of weight rows in float32.
+        """
+        tokens, hidden, rows = self.num_tokens, self.hidden_size, self.vocab_rows
+        wide = max(self.itemsize, 4)
+        width = max(self.kept_rows, min(max(self.forward_width, self.backward_width), rows - self.kept_rows))
+        scratch = 3 * wide * min(PIECE_ELEMENTS, max(tokens * width, tokens * hidden, width * hidden))
+        rounded_grad_hidden = tokens * hidden * self.itemsize if self.itemsize < wide else 0
+        gradients = tokens * hidden * wide + rows * (hidden + 1) * self.itemsize
+        return (
+            self.kept_bytes
+            + max(self.buffer_bytes + scratch, rounded_grad_hidden)
+            + gradients
+            + tokens * PER_TOKEN_BYTES
+        )
 
     @property
     def flops(self) -> int:

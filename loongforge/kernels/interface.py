@@ -89,3 +89,40 @@ class RowKernels(Protocol):
         That is the formula of this module's docstring times ``dx/dz`` (``logit_scale * (1 - (x / softcap)**2)``),
         computed in float32 and rounded once to the dtype of ``logits_TC``.
         """
+
+
+class TileKernels(Protocol):
+    """The same two steps with the GEMM inside, for operands and devices where that is faster.
+
+    They see unrounded float32 logits; forward and backward of one chunk must both use them or neither.
+    """
+
+    def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
+        """Whether these operands' dtypes, sizes and alignment can be used."""
+
+    def accumulate(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_CH: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        label_T: torch.Tensor,
+        first_class: int,
+        stats: RowStats,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number."""
+
+    def gradient(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_CH: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        out_TC: torch.Tensor,
+        label_T: torch.Tensor,
+        first_class: int,
+        coefficients: RowCoefficients,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        """:meth:`RowKernels.gradient_` of ``hidden @ weight.T + bias``, into ``out_TC`` with 16-byte aligned rows."""

@@ -1,0 +1,326 @@
+"""GEMM and row kernel in one, in Triton, for Hopper: a tile of logits never leaves the registers unless it is kept.
+
+Where logits are not kept, forward needs nothing of them but three numbers per token, and backward nothing but their
+gradient.  These two kernels compute a [BLOCK_T, BLOCK_C] tile of ``hidden @ weight.T`` with the tensor cores (TMA
+loads and stores, persistent programs) and finish it in the epilogue:
+
+* ``statistics_kernel`` reduces the tile to a maximum and a sum of exponentials per row; ``fold_kernel`` folds the
+  partial results of a row's tiles in a fixed order (no atomics, so that results repeat bit for bit);
+* ``tile_gradient_kernel`` turns the tile into its gradient and stores that.
+
+Both see the float32 accumulator: losses and gradients are those of unrounded logits.  A probability must be
+normalised by a sum over the same logits, so a chunk is either in these kernels' hands in both directions or in none.
+
+Measured against the vendor library's GEMM plus a row kernel in ``docs/performance.md``.
+"""
+
+import functools
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.triton_rows import (
+    LOG2_E,
+    _bits,
+    _float_from_bits,
+    _fold,
+    _gradient,
+    _offset,
+    _transform,
+    _transform_arguments,
+)
+
+
+@triton.jit
+def _tile_position(tile, num_tokens, num_classes, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of tile number ``tile``: columns of GROUP row blocks, so that L2 serves both operands."""
+    num_t = tl.cdiv(num_tokens, BLOCK_T)
+    num_c = tl.cdiv(num_classes, BLOCK_C)
+    group = tile // (GROUP * num_c)
+    first_t = group * GROUP
+    group_size = tl.minimum(num_t - first_t, GROUP)
+    return first_t + tile % group_size, (tile % (GROUP * num_c)) // group_size
+
+
+@triton.jit
+def _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes, hidden_size,
+                 BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
+    """float32 logits [BLOCK_T, BLOCK_C]; rows and columns past the end come from TMA's zero padding."""
+    z = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for k in range(tl.cdiv(hidden_size, BLOCK_H)):
+        hidden = hidden_desc.load([tile_t * BLOCK_T, k * BLOCK_H])
+        weight = weight_desc.load([tile_c * BLOCK_C, k * BLOCK_H])
+        z = tl.dot(hidden, weight.T, z)
+    if bias_ptr is not None:
+        column = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        z += tl.load(bias_ptr + column, mask=column < num_classes, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit
+def _store(desc, row, column, tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Store a tile through shared memory, in halves so that it fits beside the pipeline's buffers."""
+    left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_T, 2, BLOCK_C // 2)), (0, 2, 1)))
+    desc.store([row, column], left.to(desc.dtype))
+    desc.store([row, column + BLOCK_C // 2], right.to(desc.dtype))
+
+
+_UNSPECIALIZED = ["num_tokens", "num_classes", "first_class", "factor_bits", "softcap_bits", "num_tiles"]
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def statistics_kernel(
+    hidden_desc,
+    weight_desc,
+    bias_ptr,  # None: no bias
+    label_ptr,
+    partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
+    label_logit_ptr,
+    class_weight_ptr,  # None: all ones
+    num_tokens: tl.int32,
+    num_classes: tl.int32,
+    first_class: tl.int64,
+    hidden_size: tl.int32,
+    factor_bits: tl.int64,
+    softcap_bits: tl.int64,
+    TRANSFORM: tl.constexpr,
+    WEIGHTED_SUM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    factor = _float_from_bits(factor_bits, tl.float32)
+    softcap = _float_from_bits(softcap_bits, tl.float32)
+    num_tiles_c = tl.cdiv(num_classes, BLOCK_C)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_T) * num_tiles_c
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
+        z = _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes, hidden_size,
+                         BLOCK_T, BLOCK_C, BLOCK_H)  # fmt: skip
+        row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        column = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        row_exists = row < num_tokens
+        exists = (column < num_classes)[None, :]
+
+        x, _ = _transform(z, factor, softcap, TRANSFORM)
+        label = tl.load(label_ptr + row, mask=row_exists, other=-1) - first_class
+        label = tl.where((label >= 0) & (label < num_classes), label, -1).to(tl.int32)
+        label_x = tl.sum(tl.where(column[None, :] == label[:, None], x, 0.0), 1)
+        has_label = (label >= tile_c * BLOCK_C) & (label < (tile_c + 1) * BLOCK_C)
+        tl.store(label_logit_ptr + row, label_x, mask=has_label & row_exists)
+
+        partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
+        plane = num_tiles_c.to(tl.int64) * num_tokens
+        if WEIGHTED_SUM:
+            weighted = tl.where(exists, x, 0.0)
+            if class_weight_ptr is not None:
+                weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
+            tl.store(partial + 2 * plane, tl.sum(weighted, 1), mask=row_exists)
+        x = tl.where(exists, x, float("-inf"))
+        tile_max = tl.max(x, 1)
+        tile_sum = tl.sum(tl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
+        tl.store(partial, tile_max, mask=row_exists)
+        tl.store(partial + plane, tile_sum, mask=row_exists)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def fold_kernel(
+    partial_ptr,
+    max_ptr,
+    sum_exp_ptr,
+    weighted_sum_ptr,  # None: not wanted
+    num_tokens: tl.int32,
+    num_tiles: tl.int32,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Fold the partial statistics of a few rows, tile after tile, into what earlier chunks left."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_exists = row < num_tokens
+    plane = num_tiles.to(tl.int64) * num_tokens
+    lane_max = tl.full((TILES, ROWS), float("-inf"), tl.float32)
+    lane_sum = tl.zeros((TILES, ROWS), tl.float32)
+    lane_weighted = tl.zeros((TILES, ROWS), tl.float32)
+    for first in range(0, num_tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        mask = (tile < num_tiles)[:, None] & row_exists[None, :]
+        partial = partial_ptr + tile.to(tl.int64)[:, None] * num_tokens + row[None, :]
+        tile_max = tl.load(partial, mask=mask, other=float("-inf"))
+        tile_sum = tl.load(partial + plane, mask=mask, other=0.0)
+        lane_max, lane_sum = _fold(lane_max, lane_sum, tile_max, tile_sum)
+        if weighted_sum_ptr is not None:
+            lane_weighted += tl.load(partial + 2 * plane, mask=mask, other=0.0)
+    new_max = tl.max(lane_max, 0)
+    new_sum = tl.sum(lane_sum * tl.exp2((lane_max - _offset(new_max)[None, :]) * LOG2_E), 0)
+    old_max = tl.load(max_ptr + row, mask=row_exists, other=float("-inf"))
+    old_sum = tl.load(sum_exp_ptr + row, mask=row_exists, other=0.0)
+    new_max, new_sum = _fold(old_max, old_sum, new_max, new_sum)
+    tl.store(max_ptr + row, new_max, mask=row_exists)
+    tl.store(sum_exp_ptr + row, new_sum, mask=row_exists)
+    if weighted_sum_ptr is not None:
+        old_weighted = tl.load(weighted_sum_ptr + row, mask=row_exists, other=0.0)
+        tl.store(weighted_sum_ptr + row, old_weighted + tl.sum(lane_weighted, 0), mask=row_exists)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def tile_gradient_kernel(
+    hidden_desc,
+    weight_desc,
+    bias_ptr,  # None: no bias
+    label_ptr,
+    out_desc,
+    max_ptr,
+    softmax_over_sum_ptr,
+    onehot_ptr,
+    uniform_ptr,  # None: no label smoothing
+    class_weight_ptr,  # None: all ones
+    num_tokens: tl.int32,
+    num_classes: tl.int32,
+    first_class: tl.int64,
+    hidden_size: tl.int32,
+    factor_bits: tl.int64,
+    softcap_bits: tl.int64,
+    TRANSFORM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    factor = _float_from_bits(factor_bits, tl.float32)
+    softcap = _float_from_bits(softcap_bits, tl.float32)
+    num_tiles = tl.cdiv(num_tokens, BLOCK_T) * tl.cdiv(num_classes, BLOCK_C)
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
+        z = _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes, hidden_size,
+                         BLOCK_T, BLOCK_C, BLOCK_H)  # fmt: skip
+        row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+        column = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        row_exists = row < num_tokens
+        exists = (column < num_classes)[None, :]
+        max_x = tl.load(max_ptr + row, mask=row_exists, other=0.0)
+        softmax_over_sum = tl.load(softmax_over_sum_ptr + row, mask=row_exists, other=0.0)
+        onehot = tl.load(onehot_ptr + row, mask=row_exists, other=0.0)
+        active = (softmax_over_sum != 0.0) | (onehot != 0.0)
+        uniform = None
+        if uniform_ptr is not None:
+            row_uniform = tl.load(uniform_ptr + row, mask=row_exists, other=0.0)
+            active = active | (row_uniform != 0.0)
+            uniform = row_uniform[:, None]
+        label = tl.load(label_ptr + row, mask=row_exists, other=-1) - first_class
+        label = tl.where((label >= 0) & (label < num_classes), label, -1).to(tl.int32)
+        grad = _gradient(z, column[None, :], exists, label[:, None], max_x[:, None], softmax_over_sum[:, None],
+                         onehot[:, None], uniform, class_weight_ptr, factor, softcap, TRANSFORM)  # fmt: skip
+        grad = tl.where(active[:, None], grad, 0.0)
+        _store(out_desc, tile_t * BLOCK_T, tile_c * BLOCK_C, grad, BLOCK_T, BLOCK_C)
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape of a tile and how a program works on it."""
+
+    block_t: int = 128
+    block_c: int = 256
+    block_h: int = 64
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+    def meta(self) -> dict[str, int]:
+        return {
+            "BLOCK_T": self.block_t, "BLOCK_C": self.block_c, "BLOCK_H": self.block_h, "GROUP": self.group,
+            "num_warps": self.num_warps, "num_stages": self.num_stages,
+        }  # fmt: skip
+
+
+CONFIG = TileConfig()
+_FOLD = {"ROWS": 32, "TILES": 32}
+_TMA_BYTES = 16
+"""Alignment that the tensor memory accelerator asks of addresses and row strides."""
+
+
+class TritonTileKernels:
+    """:class:`loongforge.kernels.interface.TileKernels` for Hopper."""
+
+    def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
+        return (
+            hidden_TH.dtype in (torch.bfloat16, torch.float16)
+            and hidden_TH.dtype == weight_VH.dtype
+            and hidden_TH.numel() > 0
+            and hidden_TH.shape[1] * hidden_TH.element_size() % _TMA_BYTES == 0
+            and _is_aligned(weight_VH)
+        )
+
+    def accumulate(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_CH: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        label_T: torch.Tensor,
+        first_class: int,
+        stats: RowStats,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        num_tokens, num_classes = hidden_TH.shape[0], weight_CH.shape[0]
+        num_tiles = triton.cdiv(num_classes, CONFIG.block_c)
+        weighted_sum = stats.weighted_sum_T is not None
+        partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, num_tokens))
+        mode, factor, softcap = _transform_arguments(transform)
+        with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
+            statistics_kernel[(_num_programs(hidden_TH.device),)](
+                _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
+                bias_C, label_T, partial, stats.label_logit_T, class_weight_C,
+                num_tokens, num_classes, first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+                TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **CONFIG.meta(),
+            )  # fmt: skip
+            fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
+                partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
+            )
+
+    def gradient(
+        self,
+        hidden_TH: torch.Tensor,
+        weight_CH: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        out_TC: torch.Tensor,
+        label_T: torch.Tensor,
+        first_class: int,
+        coefficients: RowCoefficients,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        c = coefficients
+        mode, factor, softcap = _transform_arguments(transform)
+        with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
+            tile_gradient_kernel[(_num_programs(hidden_TH.device),)](
+                _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
+                bias_C, label_T, TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2]),
+                c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
+                hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+                TRANSFORM=mode, **CONFIG.meta(),
+            )  # fmt: skip
+
+
+def _load_descriptor(operand: torch.Tensor, block_rows: int) -> TensorDescriptor:
+    if not _is_aligned(operand):
+        operand = operand.clone(memory_format=torch.contiguous_format)
+    return TensorDescriptor.from_tensor(operand, [block_rows, CONFIG.block_h])
+
+
+def _is_aligned(operand: torch.Tensor) -> bool:
+    return (
+        operand.stride(1) == 1
+        and operand.stride(0) * operand.element_size() % _TMA_BYTES == 0
+        and operand.data_ptr() % _TMA_BYTES == 0
+    )
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
