@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch.overrides import TorchFunctionMode
 
 from loongforge.megatron.patches import Patches
@@ -30,23 +31,24 @@ def apply() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("loongforge.megatron.cpu stands in for CUDA, which is present here: do not call it")
     check_supported(megatron_version())
-    patches = Patches()
-    for step in (_devices, _streams, _random_state, _compiled_fusions, _norms, _weight_gradient_kernel):
-        step(patches)
-    mode = _CudaToCpu()
-    mode.__enter__()
-    _applied = (patches, mode)
+    with contextlib.ExitStack() as stack:
+        patches = Patches()
+        stack.callback(patches.undo)
+        for step in (_devices, _streams, _random_state, _norms, _weight_gradient_kernel):
+            step(patches)
+        # jit_fuser is torch.compile: eager saves some 20 s of building on the first step.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(_without_expected_warning())
+        stack.enter_context(_CudaToCpu())
+        _applied = stack.pop_all()
 
 
 def undo() -> None:
     """Put torch and megatron-core back as they were; from the thread that called :func:`apply`."""
     global _applied
     if _applied is not None:
-        patches, mode = _applied
-        patches.undo()
-        mode.__exit__(None, None, None)
-        logging.getLogger(_random_module().__name__).removeFilter(_expected_warning)
-        _applied = None
+        stack, _applied = _applied, None
+        stack.close()
 
 
 @contextlib.contextmanager
@@ -77,7 +79,7 @@ class _CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_applied: tuple[Patches, _CudaToCpu] | None = None
+_applied: contextlib.ExitStack | None = None
 
 
 def _is_cuda(device: Any) -> bool:
@@ -130,15 +132,9 @@ def _streams(patches: Patches) -> None:
     patches.set(torch.cuda.nvtx, "range_pop", _no_op())
 
 
-def _random_module() -> types.ModuleType:
-    from megatron.core.tensor_parallel import random
-
-    return random
-
-
 def _random_state(patches: Patches) -> None:
     """Megatron's tracker forks the CUDA generator; here the CPU generator plays its part."""
-    random = _random_module()
+    from megatron.core.tensor_parallel import random
 
     def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
@@ -152,34 +148,21 @@ def _random_state(patches: Patches) -> None:
     patches.set(torch.cuda, "manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))
     patches.set(random, "_get_cuda_rng_state", get_state)
     patches.set(random, "_set_cuda_rng_state", set_state)
-    logging.getLogger(random.__name__).addFilter(_expected_warning)
 
 
-def _expected_warning(record: logging.LogRecord) -> bool:
+@contextlib.contextmanager
+def _without_expected_warning() -> Iterator[None]:
     """Drops "CPU RNG state changed within GPU RNG context", which is true here by construction."""
-    return "CPU RNG state changed" not in record.getMessage()
 
+    def keep(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
 
-def _compiled_fusions(patches: Patches) -> None:
-    """``jit_fuser`` is torch.compile: eager saves some 20 s of building on the first step."""
-    import torch._dynamo.config as dynamo
-
-    patches.set(_Setting(dynamo), "disable", True)
-
-
-class _Setting:
-    """A module of torch settings, whose values do not lie in its ``__dict__``."""
-
-    __slots__ = ("_module",)
-
-    def __init__(self, module: Any) -> None:
-        object.__setattr__(self, "_module", module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._module, name, value)
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _norms(patches: Patches) -> None:

@@ -104,7 +104,7 @@ def _model_classes() -> tuple[type, ...]:
 
 def _wrap_shared_classes(patches: Patches, models: tuple[type, ...]) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     original_init = LanguageModule.__init__
 

@@ -9,7 +9,7 @@ _OFF = "or set cross_entropy_loss_fusion=False"
 
 def check_output_layer(model: torch.nn.Module) -> None:
     """Raise ``NotImplementedError`` unless the fused loss can stand in for ``model.output_layer``."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     layer, config, model_name = model.output_layer, model.config, type(model).__name__
     layer_name = type(layer).__name__

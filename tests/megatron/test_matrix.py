@@ -85,7 +85,7 @@ def check_losses(row: Row, rank: dict) -> None:
     assert len(fused) == len(unfused) == len(truth) == 20
     assert truth[-1] < truth[0] - 0.3, "nothing was learnt"
     if row.bf16:
-        off = [fmean(abs(a - b) / b for a, b in zip(losses, truth)) for losses in (fused, unfused)]
+        off = [fmean(abs(a - b) / b for a, b in zip(losses, truth, strict=True)) for losses in (fused, unfused)]
         assert off[0] <= 2 * off[1]
         return
     relative = [abs(a - b) / b for a, b in zip(fused, unfused, strict=True)]
