@@ -1,0 +1,3 @@
+"""Fixtures of the core tests."""
+
+from tests.core.implementations import loss  # noqa: F401
