@@ -25,6 +25,7 @@ from loongforge.train.config import TrainConfig
 from loongforge.train.distributed import Layout
 from loongforge.train.errors import CheckpointError
 from loongforge.train.model import TrainState
+from loongforge.train.torch_adam import allocate_state, separate_step_counts
 
 MARKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED = "unfinished_"
@@ -110,9 +111,9 @@ def load_checkpoint(config: TrainConfig, state: TrainState, layout: Layout, voca
     weights_only = config.checkpoint.finetune
     if not weights_only:
         _require_continuable(config, state, layout, path, common)
-    wanted = _sharded_state(state, layout, is_loading=True)
-    if weights_only:
-        wanted = {"model": wanted["model"]}
+    if not weights_only:
+        allocate_state(state.optimizer)
+    wanted = _sharded_state(state, layout, is_loading=True, weights_only=weights_only)
     try:
         loaded = dist_checkpointing.load(wanted, str(path))
     except Exception as error:  # torch, pickle and Megatron each raise their own
@@ -126,6 +127,7 @@ def load_checkpoint(config: TrainConfig, state: TrainState, layout: Layout, voca
         return Progress()
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
+    separate_step_counts(state.optimizer)
     state.scheduler.load_state_dict(common["opt_param_scheduler"])
     _restore_random_state(loaded["rng_state"])
     return Progress(iteration=common["iteration"], consumed_samples=common["consumed_samples"])
@@ -209,8 +211,10 @@ def _optimizer_description(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _sharded_state(state: TrainState, layout: Layout, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(state: TrainState, layout: Layout, is_loading: bool, weights_only: bool = False) -> dict[str, Any]:
     model = bare_model(state.model).sharded_state_dict(prefix="")
+    if weights_only:
+        return {"model": model}
     optimizer = state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_OPTIMIZER_METADATA)
     return {"model": model, "optimizer": optimizer, "rng_state": _random_state(layout)}
 
