@@ -312,8 +312,11 @@ class LaunchConfig:
     threads: int
     vectors: int
 
-    def meta(self, warp_size: int) -> dict[str, int]:
-        return {"LANES": self.threads * self.vectors, "num_warps": self.threads // warp_size}
+    def meta(self, warp_size: int, mode: int, has_class_weight: bool) -> dict[str, int]:
+        # A softcap's temporaries and the weights take registers: half as many vectors keep the programs of an SM many.
+        heavy = mode == SOFTCAP.value or has_class_weight
+        vectors = max(1, self.vectors // 2) if heavy else self.vectors
+        return {"TRANSFORM": mode, "LANES": self.threads * vectors, "num_warps": self.threads // warp_size}
 
 
 ACCUMULATE_CONFIG = LaunchConfig(threads=256, vectors=4)
@@ -370,7 +373,7 @@ def _launch(kernel, config, logits_TC, rows, class_weight_C, first_class, transf
     with torch.cuda.device(logits_TC.device) if logits_TC.is_cuda else nullcontext():
         kernel[(num_tokens,)](
             logits_TC, *rows, class_weight_C, logits_TC.stride(0), num_classes, first_class, _bits(factor), _bits(softcap),
-            TRANSFORM=mode, **config.meta(_warp_size(logits_TC.device)),
+            **config.meta(_warp_size(logits_TC.device), mode, class_weight_C is not None),
             enable_fp_fusion=True,  # whatever this Triton's default
         )  # fmt: skip
 
