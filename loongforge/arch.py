@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -23,6 +24,7 @@ class Arch:
         return self.name if self.vendor == self.name else f"{self.vendor} {self.name}"
 
 
+@cache
 def detect(device: torch.device) -> Arch:
     """Architecture of ``device``.  Target features such as ``:sramecc+:xnack-`` are stripped from a gfx name."""
     if device.type != "cuda":

@@ -38,7 +38,7 @@ VARIABLES = (
 
 def implementation() -> str:
     """``LCE_IMPL``, or ``generic`` under ``LCE_FORCE_GENERIC=1``; ``ValueError`` where the two disagree."""
-    _warn_of_unknown_names(tuple(sorted(name for name in os.environ if name.startswith("LCE_"))))
+    _warn_of_unknown_names()
     impl = _get("LCE_IMPL") or "auto"
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"LCE_IMPL must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
@@ -109,9 +109,10 @@ def _whole_number(name: str, text: str, at_least: int) -> int:
 
 
 @cache
-def _warn_of_unknown_names(present: tuple[str, ...]) -> None:
-    for name in present:
-        if name not in VARIABLES:
+def _warn_of_unknown_names() -> None:
+    """Once per process: reading the whole environment at every call would be slow."""
+    for name in sorted(os.environ):
+        if name.startswith("LCE_") and name not in VARIABLES:
             close = difflib.get_close_matches(name, VARIABLES, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(VARIABLES)}"
             warnings.warn(f"environment variable {name} is not one that loongforge reads{hint}", stacklevel=3)

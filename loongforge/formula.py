@@ -43,7 +43,7 @@ class Formula:
         """[T] from global statistics: ``log(sum) - (label - max)``, the order that keeps large logits exact."""
         log_sum_T = stats.sum_exp_T.log()
         nll_T = log_sum_T - (stats.label_logit_T - stats.max_T)
-        loss_T = nll_T * (self.label_weight_T * self.label_share)
+        loss_T = self._at_label(nll_T)
         if stats.weighted_sum_T is not None:
             lse_T = stats.max_T + log_sum_T
             loss_T = loss_T + self.uniform_share * (self.total_weight * lse_T - stats.weighted_sum_T)
@@ -51,9 +51,14 @@ class Formula:
             loss_T = loss_T + self.z_loss_weight * (stats.max_T + log_sum_T).square()
         return loss_T
 
+    def _at_label(self, value_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.label_weight_T, float) and self.label_weight_T * self.label_share == 1.0:
+            return value_T
+        return value_T * (self.label_weight_T * self.label_share)
+
     def coefficients(self, grad_loss_T: torch.Tensor, max_T: torch.Tensor, sum_exp_T: torch.Tensor) -> RowCoefficients:
         """Row coefficients of ``sum_t grad_loss_t * loss_t``."""
-        onehot_T = grad_loss_T * (self.label_weight_T * self.label_share)
+        onehot_T = self._at_label(grad_loss_T)
         softmax_T, uniform_T = onehot_T, None
         if self.uniform_share:
             uniform_T = grad_loss_T * self.uniform_share

@@ -66,15 +66,18 @@ class _LossPerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target_T, class_weight, call: _Call):  # noqa: D102
         with torch.autocast(hidden.device.type, enabled=False):
-            labels = _Labels.of(target_T, call)
-            head = _head(hidden, weight, bias, class_weight, labels, call)
-            formula = _formula(target_T, class_weight, call)
-            stats, kept = chunks.forward(head, bool(formula.uniform_share), keep=call.reservation is not None)
+            head = _head(hidden, weight, bias, class_weight, target_T, call)
+            with_weighted_sum = call.options.label_smoothing != 0
+            stats, kept = chunks.forward(head, with_weighted_sum, keep=call.reservation is not None)
+            # Everything small comes after the products are under way, so that the device need not wait for it.
             _reduce_statistics(stats, call.parallel)
-            loss_T = formula.loss(stats).masked_fill_(labels.ignored_T, 0.0)
-            loss_T = loss_T.masked_fill_(labels.out_of_range_T, torch.nan)
+            labels = _Labels.of(target_T, call)
+            loss_T = labels.mark_(_formula(target_T, class_weight, call).loss(stats))
         if call.needs_grad:
-            ctx.save_for_backward(hidden, weight, bias, target_T, class_weight, stats.max_T, stats.sum_exp_T)
+            ctx.save_for_backward(
+                hidden, weight, bias, target_T, class_weight,
+                stats.max_T, stats.sum_exp_T, labels.ignored_T, labels.out_of_range_T,
+            )  # fmt: skip
             # Not through save_for_backward: the first backward overwrites them and lets them go.
             ctx.kept = None if kept is None else _KeptLogits(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
@@ -84,14 +87,12 @@ class _LossPerToken(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss_T):  # noqa: D102
         call: _Call = ctx.call
-        hidden, weight, bias, target_T, class_weight, max_T, sum_exp_T = ctx.saved_tensors
+        hidden, weight, bias, target_T, class_weight, max_T, sum_exp_T, *labels = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         kept, ctx.kept = ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False):
-            labels = _Labels.of(target_T, call)
-            grad_loss_T = grad_loss_T.to(max_T.dtype).masked_fill(labels.ignored_T, 0.0)
-            grad_loss_T = grad_loss_T.masked_fill_(labels.out_of_range_T, torch.nan)
-            head = _head(hidden, weight, bias, class_weight, labels, call)
+            head = _head(hidden, weight, bias, class_weight, target_T, call)
+            grad_loss_T = _Labels(*labels).mark_(grad_loss_T.to(max_T.dtype, copy=True))
             coefficients = _formula(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
             scale = None
             if call.dtype == torch.float16:
@@ -109,27 +110,28 @@ class _LossPerToken(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Labels:
-    """What the labels say on this rank; every tensor is [T]."""
+    """The rows that carry no loss, and those whose label names no class; both [T] bool."""
 
-    local_T: torch.Tensor  # int64 row of this rank's weight, -1 where the label names none
     ignored_T: torch.Tensor
     out_of_range_T: torch.Tensor
 
     @classmethod
     def of(cls, target_T: torch.Tensor, call: _Call) -> _Labels:
         ignored_T = target_T == call.options.ignore_index
-        out_of_range_T = ~ignored_T & ((target_T < 0) | (target_T >= call.num_classes))
-        local_T = target_T - call.parallel.rank * call.rows_per_rank
-        elsewhere_T = (local_T < 0) | (local_T >= call.plan.vocab_rows)
-        return cls(local_T.masked_fill_(ignored_T | out_of_range_T | elsewhere_T, -1), ignored_T, out_of_range_T)
+        out_of_range_T = (target_T.clamp(0, call.num_classes - 1) != target_T).logical_and_(~ignored_T)
+        return cls(ignored_T, out_of_range_T)
+
+    def mark_(self, value_T: torch.Tensor) -> torch.Tensor:
+        """0 for ignored rows and NaN for labels out of range, in place and whatever was there."""
+        return value_T.masked_fill_(self.ignored_T, 0.0).masked_fill_(self.out_of_range_T, torch.nan)
 
 
 def _formula(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: _Call) -> Formula:
     return Formula.of(call.options, call.num_classes, target_T, class_weight)
 
 
-def _head(hidden, weight, bias, class_weight, labels: _Labels, call: _Call) -> chunks.Head:
-    """Gather the tokens, flatten them, leave padded vocabulary rows out."""
+def _head(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: _Call) -> chunks.Head:
+    """Gather the tokens, flatten them, leave padded vocabulary rows out, number the labels from this rank's rows."""
     gathered = call.parallel.gather_tokens(hidden.to(call.dtype))
     rows = call.plan.vocab_rows
     first_class = call.parallel.rank * call.rows_per_rank
@@ -137,7 +139,7 @@ def _head(hidden, weight, bias, class_weight, labels: _Labels, call: _Call) -> c
         hidden_TH=gathered.reshape(-1, gathered.shape[-1]),
         weight_VH=weight[:rows],
         bias_V=None if bias is None else bias[:rows],
-        label_T=labels.local_T,
+        label_T=target_T - first_class if first_class else target_T,
         class_weight_V=None if class_weight is None else class_weight[first_class : first_class + rows],
         transform=call.options.transform,
         kernels=call.kernels,

@@ -104,7 +104,9 @@ def plan_chunks(
     impl: str, num_tokens: int, hidden_size: int, vocab_rows: int, itemsize: int, kept_bytes: int = 0
 ) -> ChunkPlan:
     """Plan for ``num_tokens`` x ``vocab_rows`` logits of which ``kept_bytes`` may stay until backward."""
-    planned = GENERIC_VOCAB_SPLIT_SIZE if impl == "generic" else _planned_width(num_tokens)
+    planned = (
+        GENERIC_VOCAB_SPLIT_SIZE if impl == "generic" else _planned_width(num_tokens, hidden_size, vocab_rows, itemsize)
+    )
     return ChunkPlan(
         num_tokens=num_tokens,
         hidden_size=hidden_size,
@@ -116,9 +118,15 @@ def plan_chunks(
     )
 
 
-def _planned_width(num_tokens: int) -> int:
-    """8192 rows, more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle."""
-    return max(8192, (1 << 26) // max(1, num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE)
+def _planned_width(num_tokens: int, hidden_size: int, vocab_rows: int, itemsize: int) -> int:
+    """Chunk width on a GPU (measured on an H200, ``docs/performance.md``).
+
+    8192 rows, and more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle.  One
+    chunk for the whole vocabulary needs no float32 grad_hidden, so it is taken where it costs no more than that.
+    """
+    width = max(8192, (1 << 26) // max(1, num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE)
+    accumulator = hidden_size * 4 if itemsize < 4 else 0
+    return vocab_rows if vocab_rows * itemsize <= width * itemsize + accumulator else width
 
 
 def _rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:

@@ -1,8 +1,9 @@
 """What an implementation is: two row kernels over one chunk of logits.
 
 Shape suffixes: T tokens, C vocabulary rows of one chunk.  A chunk covers the rank-local vocabulary rows
-``[first_class, first_class + C)``; ``label_T`` holds rank-local row numbers, -1 where the label lies on another
-rank or the row is ignored.  Everything per token is float32 (float64 when the logits are float64).
+``[first_class, first_class + C)``; ``label_T`` holds int64 rank-local row numbers, and any other number (negative
+ones too) where the label lies on another rank or names no class.  Everything per token is float32 (float64 when the
+logits are float64).
 
 The logit the loss sees is ``x = softcap * tanh(logit_scale * z / softcap)`` of the stored number ``z``
 (``x = logit_scale * z`` without a softcap).  Every supported loss has a gradient of one form,
