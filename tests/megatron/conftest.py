@@ -43,9 +43,12 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def hook(megatron: None) -> Iterator[None]:
-    """The hook in place for one test, with its counters at zero."""
+def hook(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hook in place for one test, with its counters at zero and chunks that do not divide the vocabulary."""
     import loongforge.megatron
+
+    for direction in ("FWD", "BWD"):
+        monkeypatch.setenv(f"LCE_GENERIC_{direction}_VOCAB_SPLIT_SIZE", "48")
 
     loongforge.megatron.install()
     loongforge.megatron.counters.__init__()

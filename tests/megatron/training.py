@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, g
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -50,7 +51,8 @@ class Run:
     logits_sized: list[str] = field(default_factory=list)  # allocations of T * V elements or more in step 1
     eval_loss: torch.Tensor | None = None
     eval_logits_sized: list[str] = field(default_factory=list)
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # of a forward without labels
+    unlabelled_grads: dict[str, torch.Tensor] = field(default_factory=dict)  # of MTP that derives its labels
 
 
 class AllocationWatch(TorchDispatchMode):
@@ -244,10 +246,23 @@ def _evaluate(model: torch.nn.Module, row: Row, run: Run) -> None:
         with AllocationWatch(_logits_per_rank(row)) as watch:
             run.eval_loss = model(**batch, **extra) * mask
         run.eval_logits_sized = watch.found
-        if not row.mtp:  # 0.16 needs labels there
-            batch.pop("labels")
+        batch.pop("labels")
+        if not row.mtp:
             run.logits = model(**batch)
     model.train()
+    if row.mtp and _derives_labels() and not row.accumulation_fusion:  # that one needs DDP's buffers
+        multi_token_prediction.MTPLossAutoScaler.set_loss_scale(torch.ones(1))  # an earlier run left its own
+        run.logits = model(**batch, **extra)
+        run.logits.float().square().mean().backward()
+        run.unlabelled_grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        run.logits = run.logits.detach()
+        model.zero_grad(set_to_none=True)
+
+
+def _derives_labels() -> bool:
+    """Whether MTP makes labels of its own from the tokens where none are given."""
+    process = getattr(multi_token_prediction, "process_mtp_loss", None)
+    return process is not None and "input_ids" in inspect.signature(process).parameters
 
 
 def _logits_per_rank(row: Row) -> int:

@@ -74,7 +74,10 @@ def measure(row: Row) -> dict:
             },
             "zero_grads": [name for name, grad in truth.grads.items() if not grad.any()],
             "eval_loss_error": compare(fused.eval_loss, baseline.eval_loss),
-            "eval_logits_error": compare(fused.logits, baseline.logits),
+            "unlabelled_logits_error": compare(fused.logits, baseline.logits),
+            "unlabelled_grad_errors": {
+                name: error(fused.unlabelled_grads[name], grad) for name, grad in baseline.unlabelled_grads.items()
+            },
         }
     finally:
         parallel_state.destroy_model_parallel()
