@@ -10,46 +10,19 @@ from __future__ import annotations
 import difflib
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks, env
-from loongforge.dispatch import row_kernels, tile_kernels
-from loongforge.formula import Formula, scaled_for_float16
-from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
+from loongforge.call import Call, Labels, WeightGradSink, formula_of, head_of, prepare_call, reduce_statistics
+from loongforge.formula import scaled_for_float16
+from loongforge.gradients_in_forward import LossSum, gradient_bytes
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
-
-
-class WeightGradSink(Protocol):
-    """Takes the weight gradient somewhere else than autograd, such as Megatron's ``weight.main_grad``."""
-
-    def open(self) -> tuple[torch.Tensor, bool]:
-        """Buffer [V, H] of any float dtype, and whether to add into it (True) or to overwrite it (False)."""
-
-    def close(self) -> torch.Tensor:
-        """The gradient that autograd gets in place of the real one."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """What one call's forward and backward share besides tensors."""
-
-    options: LossOptions
-    parallel: VocabParallel
-    kernels: RowKernels
-    tiles: TileKernels | None
-    plan: ChunkPlan
-    dtype: torch.dtype  # of the matrix products
-    num_classes: int  # global vocabulary size without padding
-    rows_per_rank: int  # weight rows of each rank, padding included
-    needs_grad: bool
-    reservation: Reservation | None  # of kept logits; None when no backward will come
-    weight_grad_sink: WeightGradSink | None
+from loongforge.plan import Reservation
 
 
 @dataclass
@@ -64,15 +37,15 @@ class _LossPerToken(torch.autograd.Function):
     """(hidden, weight, bias, target [T], class_weight) -> loss [T]."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target_T, class_weight, call: _Call):  # noqa: D102
+    def forward(ctx, hidden, weight, bias, target_T, class_weight, call: Call):  # noqa: D102
         with torch.autocast(hidden.device.type, enabled=False):
-            head = _head(hidden, weight, bias, class_weight, target_T, call)
+            head = head_of(hidden, weight, bias, class_weight, target_T, call)
             with_weighted_sum = call.options.label_smoothing != 0
             stats, kept = chunks.forward(head, with_weighted_sum, keep=call.reservation is not None)
             # Everything small comes after the products are under way, so that the device need not wait for it.
-            _reduce_statistics(stats, call.parallel)
-            labels = _Labels.of(target_T, call)
-            loss_T = labels.mark_(_formula(target_T, class_weight, call).loss(stats))
+            reduce_statistics(stats, call.parallel)
+            labels = Labels.of(target_T, call)
+            loss_T = labels.mark_(formula_of(target_T, class_weight, call).loss(stats))
         if call.needs_grad:
             ctx.save_for_backward(
                 hidden, weight, bias, target_T, class_weight,
@@ -86,14 +59,14 @@ class _LossPerToken(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss_T):  # noqa: D102
-        call: _Call = ctx.call
+        call: Call = ctx.call
         hidden, weight, bias, target_T, class_weight, max_T, sum_exp_T, *labels = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         kept, ctx.kept = ctx.kept, None
         with torch.autocast(hidden.device.type, enabled=False):
-            head = _head(hidden, weight, bias, class_weight, target_T, call)
-            grad_loss_T = _Labels(*labels).mark_(grad_loss_T.to(max_T.dtype, copy=True))
-            coefficients = _formula(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
+            head = head_of(hidden, weight, bias, class_weight, target_T, call)
+            grad_loss_T = Labels(*labels).mark_(grad_loss_T.to(max_T.dtype, copy=True))
+            coefficients = formula_of(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
             scale = None
             if call.dtype == torch.float16:
                 coefficients, scale = scaled_for_float16(
@@ -108,60 +81,6 @@ class _LossPerToken(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-@dataclass(frozen=True)
-class _Labels:
-    """The rows that carry no loss, and those whose label names no class; both [T] bool."""
-
-    ignored_T: torch.Tensor
-    out_of_range_T: torch.Tensor
-
-    @classmethod
-    def of(cls, target_T: torch.Tensor, call: _Call) -> _Labels:
-        ignored_T = target_T == call.options.ignore_index
-        out_of_range_T = (target_T.clamp(0, call.num_classes - 1) != target_T).logical_and_(~ignored_T)
-        return cls(ignored_T, out_of_range_T)
-
-    def mark_(self, value_T: torch.Tensor) -> torch.Tensor:
-        """0 for ignored rows and NaN for labels out of range, in place and whatever was there."""
-        return value_T.masked_fill_(self.ignored_T, 0.0).masked_fill_(self.out_of_range_T, torch.nan)
-
-
-def _formula(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: _Call) -> Formula:
-    return Formula.of(call.options, call.num_classes, target_T, class_weight)
-
-
-def _head(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: _Call) -> chunks.Head:
-    """Gather the tokens, flatten them, leave padded vocabulary rows out, number the labels from this rank's rows."""
-    gathered = call.parallel.gather_tokens(hidden.to(call.dtype))
-    rows = call.plan.vocab_rows
-    first_class = call.parallel.rank * call.rows_per_rank
-    return chunks.Head(
-        hidden_TH=gathered.reshape(-1, gathered.shape[-1]),
-        weight_VH=weight[:rows],
-        bias_V=None if bias is None else bias[:rows],
-        label_T=target_T - first_class if first_class else target_T,
-        class_weight_V=None if class_weight is None else class_weight[first_class : first_class + rows],
-        transform=call.options.transform,
-        kernels=call.kernels,
-        tiles=call.tiles,
-        plan=call.plan,
-    )
-
-
-def _reduce_statistics(stats: RowStats, parallel: VocabParallel) -> None:
-    """Local -> global statistics in place: one MAX and one SUM all-reduce."""
-    if parallel.size == 1:
-        return
-    global_max_T = parallel.max_over_ranks_(stats.max_T.clone())
-    # A rank that saw only -inf keeps its 0 where another rank's maximum is finite.
-    stats.sum_exp_T.mul_(torch.exp(stats.max_T - global_max_T))
-    summed = [name for name in ("sum_exp_T", "label_logit_T", "weighted_sum_T") if getattr(stats, name) is not None]
-    stacked = parallel.sum_over_ranks_(torch.stack([getattr(stats, name) for name in summed]))
-    stats.max_T = global_max_T
-    for name, total_T in zip(summed, stacked.unbind(), strict=True):
-        setattr(stats, name, total_T)
-
-
 def _finish_grad_hidden(grad_hidden_TH: torch.Tensor, hidden: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
     """One rounding to hidden's dtype, then the sum over ranks (of this rank's slice under sequence parallelism)."""
     shape = list(hidden.shape)
@@ -174,7 +93,7 @@ def _with_padded_rows(grad_bias_V: torch.Tensor, bias: torch.Tensor) -> torch.Te
     return nn.functional.pad(grad_bias_V, (0, bias.shape[0] - grad_bias_V.shape[0])).to(bias.dtype)
 
 
-def _open_weight_grad(weight: torch.Tensor, call: _Call) -> chunks.WeightGrad:
+def _open_weight_grad(weight: torch.Tensor, call: Call) -> chunks.WeightGrad:
     if call.weight_grad_sink is None:
         buffer_VH, accumulate = torch.empty_like(weight, memory_format=torch.contiguous_format), False
     else:
@@ -184,40 +103,8 @@ def _open_weight_grad(weight: torch.Tensor, call: _Call) -> chunks.WeightGrad:
     return chunks.WeightGrad(buffer_VH, accumulate)
 
 
-def _close_weight_grad(weight_grad: chunks.WeightGrad, call: _Call) -> torch.Tensor:
+def _close_weight_grad(weight_grad: chunks.WeightGrad, call: Call) -> torch.Tensor:
     return weight_grad.buffer_VH if call.weight_grad_sink is None else call.weight_grad_sink.close()
-
-
-def _prepare_call(hidden, weight, bias, num_tokens: int, options, parallel, sink: WeightGradSink | None) -> _Call:
-    dtype = checks.compute_dtype(hidden)
-    rows_per_rank = weight.shape[0]
-    num_classes = options.vocab_size or rows_per_rank * parallel.size
-    vocab_rows = min(max(num_classes - parallel.rank * rows_per_rank, 0), rows_per_rank)
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
-    )
-    reservation = logits_budget.reserve(options, num_tokens, vocab_rows, dtype.itemsize) if needs_grad else None
-    kernels = row_kernels(hidden.device, options, dtype)
-    return _Call(
-        options=options,
-        parallel=parallel,
-        kernels=kernels,
-        tiles=tile_kernels(kernels.name, hidden, weight) if dtype == hidden.dtype else None,
-        plan=plan_chunks(
-            kernels.name,
-            num_tokens,
-            hidden.shape[-1],
-            vocab_rows,
-            dtype.itemsize,
-            kept_bytes=0 if reservation is None else reservation.num_bytes,
-        ),  # fmt: skip
-        dtype=dtype,
-        num_classes=num_classes,
-        rows_per_rank=rows_per_rank,
-        needs_grad=needs_grad,
-        reservation=reservation,
-        weight_grad_sink=sink,
-    )
 
 
 def fused_loss(
@@ -235,23 +122,28 @@ def fused_loss(
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
     checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
     target_T = target.reshape(-1).long()
-    call = _prepare_call(hidden, weight, bias, target_T.shape[0], options, parallel, weight_grad_sink)
+    # A sum has one upstream gradient for all tokens; over ranks its statistics would have to travel chunk by chunk.
+    may_run_in_forward = options.reduction != "none" and parallel.size == 1 and weight_grad_sink is None
+    saved = gradient_bytes(hidden, weight, bias) if may_run_in_forward else None
+    call = prepare_call(hidden, weight, bias, target_T.shape[0], options, parallel, weight_grad_sink, saved)
     if env.check_ranks():
         _check_ranks(call, hidden, weight)
     if env.check_labels():
-        out_of_range = _Labels.of(target_T, call).out_of_range_T.view(target.shape)
+        out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
         checks.check_labels_in_range(target, out_of_range, call.num_classes)
     if class_weight is not None:
         class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
-    loss_T = _LossPerToken.apply(hidden, weight, bias, target_T, class_weight, call)
+    function = LossSum if call.plan.tokens_per_chunk else _LossPerToken
+    loss = function.apply(hidden, weight, bias, target_T, class_weight, call)
     if options.reduction == "none":
-        return loss_T.view(target.shape)
+        return loss.view(target.shape)
+    loss = loss.sum()
     if options.reduction == "sum":
-        return loss_T.sum()
-    return loss_T.sum() / _denominator(target_T, class_weight, normalizer, call, loss_T.dtype)
+        return loss
+    return loss / _denominator(target_T, class_weight, normalizer, call, loss.dtype)
 
 
-def _denominator(target_T, class_weight, normalizer, call: _Call, dtype: torch.dtype) -> torch.Tensor:
+def _denominator(target_T, class_weight, normalizer, call: Call, dtype: torch.dtype) -> torch.Tensor:
     """Valid tokens (their class weights, as in torch) or the caller's number; 1 where no token is valid."""
     valid_T = target_T != call.options.ignore_index
     if isinstance(normalizer, torch.Tensor):
@@ -266,7 +158,7 @@ def _denominator(target_T, class_weight, normalizer, call: _Call, dtype: torch.d
     return torch.where(valid_T.any() | (count != 0), count, 1).to(dtype)
 
 
-def _check_ranks(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_ranks(call: Call, hidden: torch.Tensor, weight: torch.Tensor) -> None:
     checks.refuse_under_graph_capture("LCE_CHECK_RANKS", hidden.device)
     facts = {
         "number of tokens": call.plan.num_tokens,

@@ -35,6 +35,8 @@ class ChunkPlan:
     forward_width: int
     backward_width: int
     kept_rows: int = 0
+    tokens_per_chunk: int = 0
+    """Not 0: gradients are computed in forward, this many tokens at a time over the whole vocabulary."""
 
     def forward_chunks(self, kept_rows: int) -> Iterator[tuple[int, int]]:
         """Row ranges ``[start, stop)`` whose logits live in the reused buffer when ``kept_rows`` have their own."""
@@ -88,11 +90,16 @@ class ChunkPlan:
     @property
     def flops(self) -> int:
         """Floating-point operations of forward plus backward."""
-        products = 8 * self.vocab_rows - 2 * self.kept_rows
+        products = 6 * self.vocab_rows if self.tokens_per_chunk else 8 * self.vocab_rows - 2 * self.kept_rows
         return products * self.num_tokens * self.hidden_size
 
     def explain(self) -> str:
         """One line for people."""
+        if self.tokens_per_chunk:
+            return (
+                f"gradients in forward over chunks of {self.tokens_per_chunk} of {self.num_tokens} tokens: the budget "
+                f"holds the gradients but not the logits ({_mib(self.unfused_bytes)})"
+            )
         kept = f"{self.kept_rows} of {self.vocab_rows} vocabulary rows kept ({_mib(self.kept_bytes)})"
         return (
             f"{kept}, the rest in chunks of {self.forward_width} forward and {self.backward_width} backward "
@@ -101,12 +108,18 @@ class ChunkPlan:
 
 
 def plan_chunks(
-    impl: str, num_tokens: int, hidden_size: int, vocab_rows: int, itemsize: int, kept_bytes: int = 0
+    impl: str,
+    num_tokens: int,
+    hidden_size: int,
+    vocab_rows: int,
+    itemsize: int,
+    kept_bytes: int = 0,
+    gradients_in_forward: bool = False,
 ) -> ChunkPlan:
-    """Plan for ``num_tokens`` x ``vocab_rows`` logits of which ``kept_bytes`` may stay until backward."""
-    planned = (
-        GENERIC_VOCAB_SPLIT_SIZE if impl == "generic" else _planned_width(num_tokens, hidden_size, vocab_rows, itemsize)
-    )
+    """Plan for ``num_tokens`` x ``vocab_rows`` logits of ``itemsize`` bytes, ``kept_bytes`` of which may stay."""
+    planned = GENERIC_VOCAB_SPLIT_SIZE
+    if impl != "generic":
+        planned = _planned_width(num_tokens, hidden_size, vocab_rows, itemsize)
     return ChunkPlan(
         num_tokens=num_tokens,
         hidden_size=hidden_size,
@@ -115,6 +128,7 @@ def plan_chunks(
         forward_width=env.vocab_split_size(impl, "FWD") or planned,
         backward_width=env.vocab_split_size(impl, "BWD") or planned,
         kept_rows=_rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),
+        tokens_per_chunk=tokens_per_chunk(impl, num_tokens, hidden_size, vocab_rows) if gradients_in_forward else 0,
     )
 
 
@@ -127,6 +141,17 @@ def _planned_width(num_tokens: int, hidden_size: int, vocab_rows: int, itemsize:
     width = max(8192, (1 << 26) // max(1, num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE)
     accumulator = hidden_size * 4 if itemsize < 4 else 0
     return vocab_rows if vocab_rows * itemsize <= width * itemsize + accumulator else width
+
+
+def tokens_per_chunk(impl: str, num_tokens: int, hidden_size: int, vocab_rows: int) -> int:
+    """Tokens of one chunk where gradients are computed in forward.
+
+    PyTorch's aspect-ratio rule keeps the logits of a chunk about as large as hidden.  With a GPU's matrix rate each
+    chunk must hold some thousand tokens, else adding to the float32 grad_weight [V, H] costs more than the products.
+    """
+    by_ratio = -(-num_tokens // max(1, -(-vocab_rows // hidden_size)))
+    power = 1 << max(0, by_ratio - 1).bit_length()
+    return min(max(1, num_tokens), max(4096, power) if impl == "triton" else power)
 
 
 def _rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:
@@ -144,11 +169,17 @@ def _mib(num_bytes: int) -> str:
 
 
 class Reservation:
-    """Bytes of kept logits granted to one call; given back when the last reference to it goes."""
+    """Bytes granted to one call, for logits or for gradients; given back when the last reference to it goes."""
 
-    def __init__(self, budget: LogitsBudget, num_bytes: int) -> None:
+    def __init__(self, budget: LogitsBudget, num_bytes: int, for_gradients: bool = False) -> None:
         self._budget = budget
         self.num_bytes = num_bytes
+        self.for_gradients = for_gradients
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of kept logits."""
+        return 0 if self.for_gradients else self.num_bytes
 
     def __del__(self) -> None:
         self._budget.release(self.num_bytes)
@@ -173,14 +204,28 @@ class LogitsBudget:
             self._granted -= self._returned.popleft()
         return self._granted
 
-    def reserve(self, options: LossOptions, num_tokens: int, vocab_rows: int, itemsize: int) -> Reservation:
-        """Grant as many whole vocabulary rows of logits as the budget of ``options`` or the environment has left."""
+    def reserve(
+        self,
+        options: LossOptions,
+        num_tokens: int,
+        vocab_rows: int,
+        itemsize: int,
+        gradient_bytes: int | None = None,
+    ) -> Reservation:
+        """Grant what makes the call fastest within the budget of ``options`` or the environment.
+
+        All logits (6THV operations in all); else ``gradient_bytes`` for gradients computed in forward (also 6THV;
+        None: not possible in this call); else as many whole vocabulary rows of logits as fit (6THV to 8THV).
+        """
         limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
         wanted = num_tokens * vocab_rows * itemsize
         with self._lock:
             free = wanted if limit == "all" else max(0, int(limit) * _MIB - self._settle())
-            rows = _rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
-            reservation = Reservation(self, rows * num_tokens * itemsize)
+            if free < wanted and gradient_bytes is not None and gradient_bytes <= free:
+                reservation = Reservation(self, gradient_bytes, for_gradients=True)
+            else:
+                rows = _rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
+                reservation = Reservation(self, rows * num_tokens * itemsize)
             self._granted += reservation.num_bytes
         return reservation
 

@@ -1,0 +1,98 @@
+"""Reduced losses whose gradients are computed in forward, chunk of tokens by chunk of tokens.
+
+The upstream gradient of a sum is one number, so forward can build the gradients for 1 and backward multiplies: no
+logits outlive their chunk and none is computed twice (6THV).  The price is a float32 grad_weight [V, H] between
+forward and backward, which pays where tokens outnumber hidden several times.  The saved gradients are never scaled
+in place: a second backward finds them as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from loongforge import chunks
+from loongforge.call import Call, Labels, formula_of, head_of
+from loongforge.formula import scaled_for_float16
+
+
+def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
+    """Bytes that stay between forward and backward: grad_hidden in its own dtype (not float16), the others float32."""
+    saved = [(hidden, _hidden_grad_dtype(hidden)), (weight, _wide(weight))]
+    if bias is not None:
+        saved.append((bias, _wide(bias)))
+    return sum(tensor.numel() * dtype.itemsize for tensor, dtype in saved if tensor.requires_grad)
+
+
+class LossSum(torch.autograd.Function):
+    """(hidden, weight, bias, target [T], class_weight) -> sum of the losses; without a tensor-parallel group."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target_T, class_weight, call: Call):  # noqa: D102
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = head_of(hidden, weight, bias, class_weight, target_T, call)
+            grad_hidden = torch.empty_like(head.hidden_TH, dtype=_hidden_grad_dtype(hidden)) if needs_hidden else None
+            grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
+            grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs_bias else None
+            loss = head.hidden_TH.new_zeros((), dtype=head.statistics_dtype)
+            for start in range(0, call.plan.num_tokens, call.plan.tokens_per_chunk):
+                rows = slice(start, min(start + call.plan.tokens_per_chunk, call.plan.num_tokens))
+                weight_grad = None if grad_weight is None else chunks.WeightGrad(grad_weight, accumulate=start > 0)
+                losses, grads = _token_chunk(
+                    _rows_of(head, rows), target_T[rows], class_weight, call, needs_hidden, weight_grad, needs_bias
+                )
+                loss += losses
+                if needs_hidden:
+                    grad_hidden[rows] = grads.hidden_TH
+                if needs_bias:
+                    grad_bias[: call.plan.vocab_rows] += grads.bias_V
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.like = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (hidden, weight, bias)]
+        ctx.reservation = call.reservation
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):  # noqa: D102
+        # One element but not a scalar tensor: a scalar would be rounded to the gradient's dtype before the product.
+        factor = grad_loss.reshape(1)
+        grads = []
+        for saved, like in zip(ctx.saved_tensors, ctx.like, strict=True):
+            if saved is None:
+                grads.append(None)
+                continue
+            shape, dtype = like
+            grads.append(torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype)).view(shape))
+        return *grads, None, None, None
+
+
+def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
+    """The same head over some of the tokens, all of whose logits exist at once."""
+    num_tokens = rows.stop - rows.start
+    plan = replace(head.plan, num_tokens=num_tokens, kept_rows=head.plan.vocab_rows)
+    return replace(head, hidden_TH=head.hidden_TH[rows], label_T=head.label_T[rows], plan=plan)
+
+
+def _token_chunk(head, target_T, class_weight, call, needs_hidden, weight_grad, needs_bias):
+    """Summed loss of a chunk of tokens, and its gradients for an upstream gradient of 1."""
+    stats, logits = chunks.forward(head, call.options.label_smoothing != 0, keep=True)
+    labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
+    loss_T = labels.mark_(formula.loss(stats))
+    ones_T = labels.mark_(torch.ones_like(loss_T))
+    coefficients, scale = formula.coefficients(ones_T, stats.max_T, stats.sum_exp_T), None
+    if call.dtype == torch.float16:
+        coefficients, scale = scaled_for_float16(coefficients, stats.sum_exp_T, class_weight, call.options.logit_scale)
+    grads = chunks.backward(head, coefficients, logits, needs_hidden, weight_grad, needs_bias, scale)
+    return loss_T.sum(), grads
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _hidden_grad_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """float16 would underflow or overflow before the upstream gradient is known."""
+    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
