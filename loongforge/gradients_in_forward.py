@@ -57,6 +57,7 @@ class LossSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):  # noqa: D102
+        ctx.reservation = None  # it is for the time until backward: a kept loss must not starve the next step
         # One element but not a scalar tensor: a scalar would be rounded to the gradient's dtype before the product.
         factor = grad_loss.reshape(1)
         grads = []
