@@ -7,7 +7,6 @@ gets real logits from the layer's own forward, differentiable in the caller's gr
 from __future__ import annotations
 
 import logging
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +53,7 @@ class Usage:
 class HeadCall:
     """One call of the output layer inside a labelled forward."""
 
-    layer: torch.nn.Module
+    layer: Any  # ColumnParallelLinear
     hidden: torch.Tensor  # [S, B, H], this rank's slice along S under sequence parallelism
     weight: torch.Tensor  # [V, H]
     gather_output: bool
@@ -245,12 +244,10 @@ class DeferredLogits:
             hidden = gather_from_sequence_parallel_region(hidden, group=call.layer.tp_group)
         num_rows = call.weight.shape[0]
         width = -(-num_rows // 8)
-        best, best_row = None, None
+        best = hidden.new_full(hidden.shape[:-1], -torch.inf)
+        best_row = torch.zeros_like(best, dtype=torch.int64)
         for start in range(0, num_rows, width):
             value, row = ((hidden @ call.weight[start : start + width].t()) * self._scale).max(dim=-1)
-            if best is None:
-                best, best_row = value, row
-                continue
             better = (value > best) | (value.isnan() & ~best.isnan())
             best, best_row = torch.where(better, value, best), torch.where(better, row + start, best_row)
         return best, best_row
@@ -281,7 +278,7 @@ def _scaled(operation: Callable, left: Any, right: Any) -> DeferredLogits | None
     """``deferred * number``, ``number * deferred`` or ``deferred / number`` as a new object, where it is one."""
     if operation is torch.mul and isinstance(right, DeferredLogits):
         left, right = right, left
-    if not isinstance(left, DeferredLogits) or not isinstance(right, numbers.Real) or isinstance(right, bool):
+    if not isinstance(left, DeferredLogits) or not isinstance(right, int | float) or isinstance(right, bool):
         return None
     if not 0.0 < abs(right) < float("inf"):
         return None
@@ -291,12 +288,15 @@ def _scaled(operation: Callable, left: Any, right: Any) -> DeferredLogits | None
     return DeferredLogits(left._call, left._scale * factor)
 
 
+_SCALING: dict[str, Callable] = {"__mul__": torch.mul, "__rmul__": torch.mul, "__truediv__": torch.div}
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def method(self: DeferredLogits, *others: Any) -> Any:
-        operation = {"__mul__": torch.mul, "__rmul__": torch.mul, "__truediv__": torch.div}.get(name)
-        scaled = _scaled(operation, self, *others) if operation is not None else None
-        if scaled is not None:
-            return scaled
+        if name in _SCALING:
+            scaled = _scaled(_SCALING[name], self, *others)
+            if scaled is not None:
+                return scaled
         others = tree_map_only(DeferredLogits, DeferredLogits.materialize, others)
         return getattr(self.materialize(), name)(*others)
 

@@ -92,7 +92,7 @@ def is_installed() -> bool:
     return _installed is not None
 
 
-def _model_classes() -> tuple[type, ...]:
+def _model_classes() -> tuple[Any, ...]:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     try:
@@ -102,7 +102,7 @@ def _model_classes() -> tuple[type, ...]:
     return GPTModel, HybridModel
 
 
-def _wrap_shared_classes(patches: Patches, models: tuple[type, ...]) -> None:
+def _wrap_shared_classes(patches: Patches, models: tuple[Any, ...]) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -14,7 +16,7 @@ class MainGradSink:
     added to it and DDP adds the sum to ``main_grad``; anything at all where DDP only asserts that it exists.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: Any) -> None:
         self._weight = weight
         self._main_grad: torch.Tensor = weight.main_grad
 
@@ -34,7 +36,7 @@ class MainGradSink:
         return torch.empty_like(weight, requires_grad=False)
 
 
-def main_grad_sink(layer: torch.nn.Module, weight: torch.Tensor) -> MainGradSink | None:
+def main_grad_sink(layer: Any, weight: torch.Tensor) -> MainGradSink | None:
     """The sink where Megatron's own output layer would accumulate into ``main_grad``, else None."""
     if not (layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()):
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _OFF = "or set cross_entropy_loss_fusion=False"
 
 
-def check_output_layer(model: torch.nn.Module) -> None:
+def check_output_layer(model: Any) -> None:
     """Raise ``NotImplementedError`` unless the fused loss can stand in for ``model.output_layer``."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -40,7 +42,7 @@ def check_output_layer(model: torch.nn.Module) -> None:
         raise _refused("disable_grad_reduce=True in the output layer", "set disable_grad_reduce=False")
 
 
-def check_weight(layer: torch.nn.Module, weight: torch.Tensor | None) -> torch.Tensor:
+def check_weight(layer: Any, weight: Any) -> torch.Tensor:
     """The weight of one call; refuses one that is not this rank's shard."""
     weight = layer.weight if weight is None else weight
     if weight is None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 
 import pytest
 import torch
+from matrix import Row
 from small import batch, build, relative_error
 from torch.nn import functional as F
-from training import AllocationWatch
+from training import LINEAR, AllocationWatch, configuration
 
 from loongforge.megatron import DeferredLogits, counters
 from loongforge.megatron.hook import _marked
@@ -204,6 +206,24 @@ def test_negative_labels_are_ignored_and_labels_beyond_the_vocabulary_are_not(mo
     assert (others > 0).all()
     (gradient,) = torch.autograd.grad(others.sum() + loss[0, :3].sum(), hidden)
     assert not gradient[:3, 0].any() and gradient[3, 0].isnan().all() and gradient[4:].isfinite().all()
+
+
+@pytest.mark.parametrize(("sequence", "width", "vocabulary"), [(40, 16, 777), (3, 64, 500), (64, 8, 100)])
+def test_the_largest_allocation_is_a_chunk_or_an_input(sequence, width, vocabulary):
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    config = configuration(Row(), torch.float32, **LINEAR)
+    layer = ColumnParallelLinear(width, vocabulary, config=config, init_method=torch.nn.init.normal_, bias=False)
+    hidden = torch.randn(sequence, B, width).requires_grad_()
+    target = torch.randint(0, vocabulary, (B, sequence))
+    tokens = sequence * B
+    allowed = max(tokens * min(48, vocabulary), tokens * width, vocabulary * width)
+    with AllocationWatch(allowed + 1) as too_large, AllocationWatch(tokens * min(48, vocabulary)) as chunks:
+        defer(types.SimpleNamespace(output_layer=layer), hidden).loss(target).mean().backward()
+    assert too_large.found == [] and len(chunks.found) >= 2  # forward's and backward's
+    with AllocationWatch(allowed + 1) as unfused:
+        F.cross_entropy(layer(hidden)[0].permute(1, 2, 0), target).backward()
+    assert unfused.found or allowed >= tokens * vocabulary
 
 
 def test_nothing_outlives_the_loss_in_a_cycle(model):
