@@ -25,7 +25,7 @@ from loongforge.train.config import TrainConfig
 from loongforge.train.distributed import Layout
 from loongforge.train.errors import CheckpointError
 from loongforge.train.model import TrainState
-from loongforge.train.torch_adam import allocate_state, separate_step_counts
+from loongforge.train.torch_adam import allocate_state, restore_step_count, step_count
 
 MARKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED = "unfinished_"
@@ -88,6 +88,7 @@ def save_checkpoint(
         **_sharded_state(state, layout, is_loading=False),
         **asdict(progress),
         "opt_param_scheduler": state.scheduler.state_dict(),
+        "adam_step": step_count(state.optimizer),
         "layout": layout.sizes,
         "model_config": {**asdict(config.model), "vocab_size": vocab_size},
         "optimizer_config": _optimizer_description(config),
@@ -127,7 +128,7 @@ def load_checkpoint(config: TrainConfig, state: TrainState, layout: Layout, voca
         return Progress()
     with torch.no_grad():
         state.optimizer.load_state_dict(loaded["optimizer"])
-    separate_step_counts(state.optimizer)
+    restore_step_count(state.optimizer, common["adam_step"])
     state.scheduler.load_state_dict(common["opt_param_scheduler"])
     _restore_random_state(loaded["rng_state"])
     return Progress(iteration=common["iteration"], consumed_samples=common["consumed_samples"])

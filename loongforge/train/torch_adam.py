@@ -24,11 +24,19 @@ def allocate_state(optimizer: Any) -> None:
                     }
 
 
-def separate_step_counts(optimizer: Any) -> None:
-    """Megatron loads one tensor as every parameter's step count, which each parameter's update would increment."""
+def step_count(optimizer: Any) -> float | None:
+    """Updates done so far, the same for every parameter; None for an Adam that is not torch's."""
     for adam in _torch_adams(optimizer):
         for state in adam.state.values():
-            state["step"] = state["step"].clone()
+            return float(state["step"])
+    return None
+
+
+def restore_step_count(optimizer: Any, count: float | None) -> None:
+    """Megatron leaves the distributed optimizer's counts at 0, and one tensor shared by all parameters elsewhere."""
+    for adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = torch.full_like(state["step"], count)
 
 
 def _torch_adams(optimizer: Any) -> Iterator[torch.optim.AdamW]:

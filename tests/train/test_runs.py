@@ -66,7 +66,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(train, tmp_path, 
     expected, actual = (
         tensors(iteration_folder(str(tmp_path / name), 8), tmp_path / f"{name}.pt") for name in ("whole", "rest")
     )
-    assert expected.keys() == actual.keys() and len(expected) > 20
+    assert expected.keys() == actual.keys() and any("exp_avg_sq" in name for name in expected)
     for name, tensor in expected.items():
         assert torch.equal(tensor, actual[name]), name
 
