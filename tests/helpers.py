@@ -73,11 +73,12 @@ def upstream(shape: Any, seed: int = 3) -> torch.Tensor:
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the error over the norm of the truth (over 1 where the truth is 0), in float64."""
+    """Norm of the error over the norm of the truth (over 1 where the truth is 0); infinite where NaN."""
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     scale = float(expected.norm())
-    return float((actual - expected).norm()) / (scale if scale > 0 else 1.0)
+    error = float((actual - expected).norm()) / (scale if scale > 0 else 1.0)
+    return error if error == error else float("inf")  # comparisons and max() overlook NaN
 
 
 def loss_and_gradients(loss_of: Callable[..., torch.Tensor], inputs: Inputs, gradient: torch.Tensor | None = None):
