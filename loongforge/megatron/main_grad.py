@@ -38,11 +38,9 @@ class MainGradSink:
 
 def main_grad_sink(layer: Any, weight: torch.Tensor) -> MainGradSink | None:
     """The sink where Megatron's own output layer would accumulate into ``main_grad``, else None."""
-    if not (layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()):
-        return None
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return None  # as in Megatron: without DDP's buffer the gradient is autograd's
+    if main_grad is None or not layer.gradient_accumulation_fusion:
+        return None
     if main_grad.shape != weight.shape:
         raise ValueError(
             f"the output layer's main_grad must have the weight's shape {list(weight.shape)}, "

@@ -240,3 +240,13 @@ def test_nothing_outlives_the_loss_in_a_cycle(model):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_logits_that_something_read_go_with_the_loss(model, hidden):
+    logits = defer(model, hidden)
+    gone = weakref.ref(logits.materialize())
+    assert gone() is not None  # kept until the loss, to see whether they are changed in place
+    logits.loss(labels())
+    assert gone() is None
+    gone = weakref.ref(logits.materialize())
+    assert gone() is None

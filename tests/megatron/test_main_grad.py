@@ -116,4 +116,4 @@ def test_no_sink_without_the_fusion():
     assert main_grad_sink(layer, weight) is None
     layer.gradient_accumulation_fusion = True
     assert isinstance(main_grad_sink(layer, weight), MainGradSink)
-    assert main_grad_sink(layer, weight.detach()) is None
+    assert main_grad_sink(layer, weight.detach()) is None  # mtp_detach_heads
