@@ -5,7 +5,8 @@ gradient.  These two kernels compute a [BLOCK_T, BLOCK_C] tile of ``hidden @ wei
 loads and stores, persistent programs) and finish it in the epilogue:
 
 * ``statistics_kernel`` reduces the tile to a maximum and a sum of exponentials per row; ``fold_kernel`` folds the
-  partial results of a row's tiles in a fixed order (no atomics, so that results repeat bit for bit);
+  partial results of a row's tiles in a fixed order (no atomics, so that results repeat bit for bit) and
+  ``label_logit_kernel`` computes the one logit per row that has to be known by itself;
 * ``tile_gradient_kernel`` turns the tile into its gradient and stores that.
 
 Both see the float32 accumulator: losses and gradients are those of unrounded logits.  A probability must be
@@ -70,7 +71,16 @@ def _store(desc, row, column, tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
     desc.store([row, column + BLOCK_C // 2], right.to(desc.dtype))
 
 
-_UNSPECIALIZED = ["num_tokens", "num_classes", "first_class", "factor_bits", "softcap_bits", "num_tiles"]
+_UNSPECIALIZED = [
+    "num_tokens",
+    "num_classes",
+    "first_class",
+    "factor_bits",
+    "softcap_bits",
+    "num_tiles",
+    "hidden_stride",
+    "weight_stride",
+]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -78,13 +88,10 @@ def statistics_kernel(
     hidden_desc,
     weight_desc,
     bias_ptr,  # None: no bias
-    label_ptr,
     partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
-    label_logit_ptr,
     class_weight_ptr,  # None: all ones
     num_tokens: tl.int32,
     num_classes: tl.int32,
-    first_class: tl.int64,
     hidden_size: tl.int32,
     factor_bits: tl.int64,
     softcap_bits: tl.int64,
@@ -99,7 +106,7 @@ def statistics_kernel(
     softcap = _float_from_bits(softcap_bits, tl.float32)
     num_tiles_c = tl.cdiv(num_classes, BLOCK_C)
     num_tiles = tl.cdiv(num_tokens, BLOCK_T) * num_tiles_c
-    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         z = _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes, hidden_size,
                          BLOCK_T, BLOCK_C, BLOCK_H)  # fmt: skip
@@ -109,12 +116,6 @@ def statistics_kernel(
         exists = (column < num_classes)[None, :]
 
         x, _ = _transform(z, factor, softcap, TRANSFORM)
-        label = tl.load(label_ptr + row, mask=row_exists, other=-1) - first_class
-        label = tl.where((label >= 0) & (label < num_classes), label, -1).to(tl.int32)
-        label_x = tl.sum(tl.where(column[None, :] == label[:, None], x, 0.0), 1)
-        has_label = (label >= tile_c * BLOCK_C) & (label < (tile_c + 1) * BLOCK_C)
-        tl.store(label_logit_ptr + row, label_x, mask=has_label & row_exists)
-
         partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
         plane = num_tiles_c.to(tl.int64) * num_tokens
         if WEIGHTED_SUM:
@@ -122,11 +123,49 @@ def statistics_kernel(
             if class_weight_ptr is not None:
                 weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
             tl.store(partial + 2 * plane, tl.sum(weighted, 1), mask=row_exists)
-        x = tl.where(exists, x, float("-inf"))
+        if (tile_c + 1) * BLOCK_C > num_classes:  # only the last tiles pay for the mask
+            x = tl.where(exists, x, float("-inf"))
         tile_max = tl.max(x, 1)
         tile_sum = tl.sum(tl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
         tl.store(partial, tile_max, mask=row_exists)
         tl.store(partial + plane, tile_sum, mask=row_exists)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def label_logit_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,  # None: no bias
+    label_ptr,
+    label_logit_ptr,
+    hidden_stride: tl.int64,
+    weight_stride: tl.int64,
+    num_classes: tl.int32,
+    first_class: tl.int64,
+    hidden_size: tl.int32,
+    factor_bits: tl.int64,
+    softcap_bits: tl.int64,
+    TRANSFORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """The logit at the label of one row: one dot product, cheaper than looking for it in every tile."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(label_ptr + row) - first_class
+    if (label >= 0) & (label < num_classes):
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        for k in range(0, hidden_size, BLOCK_H):
+            column = k + tl.arange(0, BLOCK_H)
+            mask = column < hidden_size
+            hidden = tl.load(hidden_ptr + row * hidden_stride + column, mask=mask, other=0.0).to(tl.float32)
+            weight = tl.load(weight_ptr + label * weight_stride + column, mask=mask, other=0.0).to(tl.float32)
+            total += hidden * weight
+        z = tl.sum(total, 0)
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + label).to(tl.float32)
+        factor = _float_from_bits(factor_bits, tl.float32)
+        softcap = _float_from_bits(softcap_bits, tl.float32)
+        x, _ = _transform(z, factor, softcap, TRANSFORM)
+        tl.store(label_logit_ptr + row, x)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -240,6 +279,7 @@ class TileConfig:
 
 CONFIG = TileConfig()
 _FOLD = {"ROWS": 32, "TILES": 32}
+_LABEL_BLOCK_H = 1024
 _TMA_BYTES = 16
 """Alignment that the tensor memory accelerator asks of addresses and row strides."""
 
@@ -275,13 +315,18 @@ class TritonTileKernels:
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             statistics_kernel[(_num_programs(hidden_TH.device),)](
                 _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, label_T, partial, stats.label_logit_T, class_weight_C,
-                num_tokens, num_classes, first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+                bias_C, partial, class_weight_C,
+                num_tokens, num_classes, hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **CONFIG.meta(),
             )  # fmt: skip
             fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
                 partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
             )
+            label_logit_kernel[(num_tokens,)](
+                hidden_TH, weight_CH, bias_C, label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
+                num_classes, first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+                TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
+            )  # fmt: skip
 
     def gradient(
         self,
