@@ -71,16 +71,8 @@ def _store(desc, row, column, tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
     desc.store([row, column + BLOCK_C // 2], right.to(desc.dtype))
 
 
-_UNSPECIALIZED = [
-    "num_tokens",
-    "num_classes",
-    "first_class",
-    "factor_bits",
-    "softcap_bits",
-    "num_tiles",
-    "hidden_stride",
-    "weight_stride",
-]
+_NUMBERS = ["num_tokens", "num_classes", "first_class", "factor_bits", "softcap_bits"]
+_UNSPECIALIZED = [*_NUMBERS, "num_tiles", "hidden_stride", "weight_stride"]
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)

@@ -1,4 +1,4 @@
-"""Runs ``test_triton_rows.py`` under Triton's interpreter, which needs a process of its own."""
+"""Runs the Triton kernels' tests under Triton's interpreter, which needs a process of its own."""
 
 import os
 import subprocess
@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
-TESTS = Path(__file__).with_name("test_triton_rows.py")
+FOLDER = Path(__file__).parent
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on: that file has run already")
-def test_row_kernels_under_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(TESTS)]
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on: those files run anyway")
+@pytest.mark.parametrize("name", ("test_triton_rows.py", "test_triton_tiles.py"))
+def test_kernels_under_the_interpreter(name):
+    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / name)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=TESTS.parents[2], env=environment, capture_output=True, text=True, timeout=550)
+    result = subprocess.run(
+        command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True, timeout=550
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout[-2000:]

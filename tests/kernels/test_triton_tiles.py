@@ -1,0 +1,183 @@
+"""The Triton tile kernels against float64 truth, on a Hopper GPU or under Triton's interpreter.
+
+Without a GPU these tests skip in an ordinary run and ``test_triton_interpreter.py`` runs them in a process of their
+own.  The interpreter computes bfloat16 products of tensor descriptors wrongly, so float16 stands for both there.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from loongforge import LossOptions, linear_cross_entropy
+from loongforge.kernels.reference import reference_loss
+from loongforge.plan import KEPT_MULTIPLE
+from tests.kernels.triton_cases import DEVICE, INTERPRETED
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(
+    not (HOPPER or INTERPRETED), reason="no Hopper GPU; test_triton_interpreter.py runs this file under the interpreter"
+)
+DTYPES = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
+OPTIONS = (
+    {},
+    {"logit_scale": -0.5},
+    {"softcap": 3.0, "logit_scale": 0.5},
+    {"label_smoothing": 0.1, "z_loss_weight": 1e-2, "softcap": 3.0},
+)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """The tile kernels, put in the place where dispatch chooses, and a record of their calls."""
+    from loongforge import call
+    from loongforge.kernels.triton_tiles import TritonTileKernels
+
+    kernels, calls = TritonTileKernels(), []
+
+    def recorded(name):
+        original = getattr(kernels, name)
+
+        def run(*arguments):
+            calls.append(name)
+            return original(*arguments)
+
+        return run
+
+    kernels.accumulate, kernels.gradient = recorded("accumulate"), recorded("gradient")
+    monkeypatch.setattr(
+        call, "tile_kernels", lambda impl, hidden, weight: kernels if kernels.supports(hidden, weight) else None
+    )
+    kernels.calls = calls
+    return kernels
+
+
+def make(num_tokens, hidden_size, num_classes, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_tokens, hidden_size, generator=generator).to(dtype)
+    weight = (torch.randn(num_classes, hidden_size, generator=generator) / 2).to(dtype)
+    bias = torch.randn(num_classes, generator=generator).to(dtype)
+    target = torch.randint(0, num_classes, (num_tokens,), generator=generator)
+    target[::5] = -100
+    upstream = torch.randn(num_tokens, generator=generator)
+    return [tensor.to(DEVICE) for tensor in (hidden, weight, bias, target, upstream)]
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
+
+
+def run(inputs, with_bias=True, class_weight=None, impl="generic", **options):
+    """Loss and gradients of ours, and their relative errors against the oracle."""
+    *tensors, target, upstream = inputs
+    ours = [tensor.clone().requires_grad_() for tensor in tensors]
+    truth = [tensor.double().requires_grad_() for tensor in tensors]
+    used = 3 if with_bias else 2
+    loss = linear_cross_entropy(
+        ours[0], ours[1], target, bias=ours[2] if with_bias else None, class_weight=class_weight,
+        reduction="none", impl=impl, **options,
+    )  # fmt: skip
+    options.pop("logits_budget_mb", None)
+    expected = reference_loss(
+        truth[0], truth[1], target, LossOptions(reduction="none", **options),
+        bias=truth[2] if with_bias else None, class_weight=class_weight,
+    )  # fmt: skip
+    grads = torch.autograd.grad(loss, ours[:used], upstream)
+    correct = torch.autograd.grad(expected, truth[:used], upstream.double())
+    pairs = [(loss, expected), *zip(grads, correct, strict=True)]
+    return loss, grads, [relative_error(actual, exact) for actual, exact in pairs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_of_unrounded_logits_and_gradients(tiles, monkeypatch, options, dtype):
+    monkeypatch.setenv("LCE_BWD_VOCAB_SPLIT_SIZE", "264")
+    inputs = make(37, 24, 611, dtype)
+    class_weight = torch.rand(611, device=DEVICE) + 0.5
+    for with_bias, weights in itertools.product((True, False), (None, class_weight)):
+        _, _, (loss_error, *grad_errors) = run(inputs, with_bias, weights, **options)
+        assert loss_error < 1e-6, "logits were rounded, or worse"
+        assert max(grad_errors) < (1e-3 if dtype == torch.float16 else 6e-3), grad_errors
+    assert tiles.calls.count("accumulate") == 4 and tiles.calls.count("gradient") == 12
+
+
+@pytest.mark.parametrize("num_tokens, hidden_size, num_classes", [(1, 8, 1), (129, 72, 257), (2, 64, 1000)])
+def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
+    inputs = make(num_tokens, hidden_size, num_classes, torch.float16)
+    inputs[3][:] = num_classes - 1
+    _, _, errors = run(inputs, logit_scale=0.7)
+    assert tiles.calls == ["accumulate", "gradient"]
+    assert errors[0] < 1e-6 or num_classes == 1
+    assert max(errors[1:]) < 1e-3 or num_classes == 1
+
+
+def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
+    """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
+    from loongforge import plan as planning
+
+    monkeypatch.setattr(planning, "_MIB", 1)
+    hidden, weight, _, target, upstream = make(37, 24, 700, torch.float16)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(
+        hidden, weight, target, reduction="none", logits_budget_mb=37 * 2 * (KEPT_MULTIPLE + 1), impl="generic"
+    )
+    assert tiles.calls == ["accumulate"]
+    first = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight), upstream)
+    assert tiles.calls == ["accumulate", "gradient", "gradient"]
+    for a, b in zip(first, second, strict=True):
+        assert relative_error(a, b) < 1e-3
+
+
+def test_inactive_rows_are_zero_and_bad_labels_nan(tiles):
+    hidden, weight, _, target, _ = make(37, 24, 300, torch.float16)
+    hidden[0] = torch.nan
+    target[0], target[3] = -100, 300
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, target, reduction="none", impl="generic")
+    grad_hidden = torch.autograd.grad(loss, hidden, torch.zeros_like(loss))[0]
+    assert loss[0] == 0 and (grad_hidden[0] == 0).all()
+    assert loss[3].isnan() and grad_hidden[3].isnan().all()
+    assert (grad_hidden[4:] == 0).all()
+
+
+def test_infinite_logits_behave_as_in_torch(tiles):
+    hidden, weight, bias, target, upstream = make(20, 24, 300, torch.float16)
+    bias[:256] = -torch.inf  # a whole tile
+    target[:] = 299
+    _, _, errors = run([hidden, weight, bias, target, upstream])
+    assert max(errors) < 1e-3
+
+
+def test_repeats_bit_for_bit(tiles):
+    inputs = make(40, 24, 611, torch.float16)
+    (loss, grads, _), (again, grads_again, _) = run(inputs), run(inputs)
+    assert torch.equal(loss, again) and all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "case", ["float32", "hidden size of 12", "misaligned weight", "weight of another dtype", "no tokens"]
+)
+def test_unsuitable_operands_are_left_to_the_row_kernels(tiles, case):
+    hidden, weight, *_ = make(8, 16, 32, torch.float16)
+    if case == "float32":
+        hidden, weight = hidden.float(), weight.float()
+    elif case == "hidden size of 12":
+        hidden, weight = hidden[:, :12], weight[:, :12]
+    elif case == "misaligned weight":
+        weight = torch.zeros(32 * 16 + 1, dtype=torch.float16, device=DEVICE)[1:].view(32, 16)
+    elif case == "weight of another dtype":
+        weight = weight.float()
+    else:
+        hidden = hidden[:0]
+    assert not tiles.supports(hidden, weight)
+
+
+def test_a_misaligned_hidden_is_copied(tiles):
+    hidden, weight, bias, target, upstream = make(9, 16, 40, torch.float16)
+    storage = torch.zeros(9 * 16 + 1, dtype=torch.float16, device=DEVICE)
+    shifted = storage[1:].view(9, 16).copy_(hidden)
+    loss = linear_cross_entropy(shifted, weight, target, reduction="none", impl="generic")
+    expected = reference_loss(hidden, weight, target, LossOptions(reduction="none"))
+    assert tiles.calls == ["accumulate"] and relative_error(loss, expected) < 1e-6
