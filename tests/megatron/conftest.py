@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: pip install 'loongforge[megatron]'")
-sys.path.insert(0, str(Path(__file__).parent))  # matrix, launching, training: shared with the workers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from matrix import INSTALLED, Row
+
+from tests.megatron.matrix import INSTALLED, Row
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -43,12 +43,8 @@ class Row:
 
 def full(version: str) -> list[Row]:
     """Every row that this version has the parts for."""
-    rows = [
-        Row(model=model, tied=tied, **layout)
-        for model in ("gpt", "hybrid")
-        for tied in (False, True)
-        for layout in _LAYOUTS
-    ]
+    rows = [Row(tied=tied, **layout) for tied in (False, True) for layout in _LAYOUTS]
+    rows += [Row(model="hybrid", tied=number % 2 == 1, **layout) for number, layout in enumerate(_LAYOUTS)]
     rows += [Row(tied=tied, mtp=2, **layout) for tied in (False, True) for layout in _MTP_LAYOUTS]
     if version != "0.16.1":  # muP came with 0.17
         rows += [Row(model=model, tied=tied, mup=True) for model in ("gpt", "hybrid") for tied in (False, True)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from matrix import Row
-from training import LINEAR, SEQUENCE, batches, build_model, configuration
+
+from tests.megatron.matrix import Row
+from tests.megatron.training import LINEAR, SEQUENCE, batches, build_model, configuration
 
 Gradients = dict[str, torch.Tensor]
 

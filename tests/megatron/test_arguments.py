@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from launching import environment
-from matrix import UNPACKED
+
+from tests.megatron.launching import environment
+from tests.megatron.matrix import UNPACKED
 
 PARSE = """
 import typing, warnings

@@ -8,13 +8,13 @@ import weakref
 
 import pytest
 import torch
-from matrix import Row
-from small import batch, build, relative_error
 from torch.nn import functional as F
-from training import LINEAR, AllocationWatch, configuration
 
 from loongforge.megatron import DeferredLogits, counters
 from loongforge.megatron.hook import _marked
+from tests.megatron.matrix import Row
+from tests.megatron.small import batch, build, relative_error
+from tests.megatron.training import LINEAR, AllocationWatch, configuration
 
 pytestmark = pytest.mark.usefixtures("hook")
 S, B, V, H = 32, 2, 512, 32

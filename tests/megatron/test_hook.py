@@ -7,13 +7,13 @@ import types
 
 import pytest
 import torch
-from matrix import Row
-from small import assert_same, batch, build, relative_error, run, upstream
 from torch import nn
-from training import AllocationWatch
 
 import loongforge.megatron
 from loongforge.megatron import counters, hook, support, versions
+from tests.megatron.matrix import Row
+from tests.megatron.small import assert_same, batch, build, relative_error, run, upstream
+from tests.megatron.training import AllocationWatch
 
 LOGITS = 32 * 2 * 512
 
@@ -311,7 +311,8 @@ def test_an_unknown_output_layer_class_is_refused_when_the_model_is_built(monkey
 def test_a_model_with_another_loss_path_is_refused_when_it_is_built():
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
-    from training import LINEAR, configuration
+
+    from tests.megatron.training import LINEAR, configuration
 
     config = configuration(Row(), torch.float32, **LINEAR)
     with pytest.raises(NotImplementedError, match="does not support BertModel; it knows GPTModel and"):

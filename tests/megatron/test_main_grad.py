@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from matrix import Row
-from small import batch, build, relative_error, run, upstream
 
 from loongforge.megatron.main_grad import MainGradSink, main_grad_sink
+from tests.megatron.matrix import Row
+from tests.megatron.small import batch, build, relative_error, run, upstream
 
 FUSION = Row(accumulation_fusion=True)
 

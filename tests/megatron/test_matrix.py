@@ -9,11 +9,13 @@ from collections.abc import Callable
 from statistics import fmean
 
 import pytest
-from launching import run_rows
-from matrix import INSTALLED, UNPACKED, Row, fast, full
+
+from tests.megatron.launching import run_rows
+from tests.megatron.matrix import INSTALLED, UNPACKED, Row, fast, full
 
 STEP_1_LOSS, STEP_1_GRADIENT, LATER_LOSS = 1e-6, 1e-5, 1e-5
-ROWS_PER_LAUNCH = 16
+ROWS_PER_LAUNCH = 32
+pytestmark = pytest.mark.timeout(1800)  # the first row of a launch waits for all of them
 HEAD_EMBEDDING_FIRST_LAYER = ("output_layer.", "embedding.", "decoder.layers.0.")
 
 

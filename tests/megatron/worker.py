@@ -17,10 +17,10 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from matrix import Row  # noqa: E402
 
 import loongforge.megatron  # noqa: E402
 from loongforge.megatron import cpu  # noqa: E402
+from tests.megatron.matrix import Row  # noqa: E402
 
 
 def main(task_path: Path) -> None:
@@ -50,7 +50,8 @@ def main(task_path: Path) -> None:
 def measure(row: Row) -> dict:
     """Unfused against fused: every number that test_matrix.py judges."""
     from megatron.core import parallel_state
-    from training import LINEAR, train
+
+    from tests.megatron.training import LINEAR, train
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=row.tp, pipeline_model_parallel_size=row.pp)
     try:
