@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks
 from loongforge.dispatch import row_kernels, tile_kernels
@@ -14,6 +17,23 @@ from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
 from loongforge.options import LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
+
+
+def refusing_second_derivatives(backward: Callable) -> Callable:
+    """``once_differentiable`` that also refuses where only hidden or weight would carry the second derivative.
+
+    torch's own decorator looks at the upstream gradient alone: under ``create_graph=True`` a term would be missing
+    without a word.
+    """
+    once = once_differentiable(backward)
+
+    @wraps(backward)
+    def wrapper(ctx: Any, grad_loss: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            grad_loss = grad_loss.detach().requires_grad_()
+        return once(ctx, grad_loss)
+
+    return wrapper
 
 
 class WeightGradSink(Protocol):

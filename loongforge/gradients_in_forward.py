@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from loongforge import chunks
-from loongforge.call import Call, Labels, formula_of, head_of
+from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
 
 
@@ -55,7 +54,7 @@ class LossSum(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @refusing_second_derivatives
     def backward(ctx, grad_loss):  # noqa: D102
         ctx.reservation = None  # it is for the time until backward: a kept loss must not starve the next step
         # One element but not a scalar tensor: a scalar would be rounded to the gradient's dtype before the product.

@@ -14,10 +14,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks, env
-from loongforge.call import Call, Labels, WeightGradSink, formula_of, head_of, prepare_call, reduce_statistics
+from loongforge.call import (
+    Call,
+    Labels,
+    WeightGradSink,
+    formula_of,
+    head_of,
+    prepare_call,
+    reduce_statistics,
+    refusing_second_derivatives,
+)
 from loongforge.formula import scaled_for_float16
 from loongforge.gradients_in_forward import LossSum, gradient_bytes
 from loongforge.options import OPTION_NAMES, LossOptions
@@ -57,7 +65,7 @@ class _LossPerToken(torch.autograd.Function):
         return loss_T
 
     @staticmethod
-    @once_differentiable
+    @refusing_second_derivatives
     def backward(ctx, grad_loss_T):  # noqa: D102
         call: Call = ctx.call
         hidden, weight, bias, target_T, class_weight, max_T, sum_exp_T, *labels = ctx.saved_tensors
