@@ -76,6 +76,8 @@ class ChunkPlan:
         """
         tokens, hidden, rows = self.num_tokens, self.hidden_size, self.vocab_rows
         wide = max(self.itemsize, 4)
+        if self.tokens_per_chunk:
+            return self._peak_bytes_of_gradients_in_forward(wide)
         width = max(self.kept_rows, min(max(self.forward_width, self.backward_width), rows - self.kept_rows))
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(tokens * width, tokens * hidden, width * hidden))
         rounded_grad_hidden = tokens * hidden * self.itemsize if self.itemsize < wide else 0
@@ -86,6 +88,14 @@ class ChunkPlan:
             + gradients
             + tokens * PER_TOKEN_BYTES
         )
+
+    def _peak_bytes_of_gradients_in_forward(self, wide: int) -> int:
+        tokens, hidden, rows, chunk = self.num_tokens, self.hidden_size, self.vocab_rows, self.tokens_per_chunk
+        saved = rows * (hidden + 1) * wide + tokens * hidden * self.itemsize
+        scratch = 3 * wide * min(PIECE_ELEMENTS, max(chunk * rows, chunk * hidden, rows * hidden))
+        one_chunk = chunk * (rows * self.itemsize + hidden * wide + PER_TOKEN_BYTES) + rows * wide + scratch
+        gradients = (rows * (hidden + 1) + tokens * hidden) * self.itemsize
+        return saved + max(one_chunk, gradients) + tokens * PER_TOKEN_BYTES
 
     @property
     def flops(self) -> int:
