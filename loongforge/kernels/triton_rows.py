@@ -118,13 +118,13 @@ def _weighted(x, class_weight_ptr, column, valid):
 
 
 # Every pointer and number: the kernels find out about alignment themselves.
-_UNSPECIALIZED = (
-    "logits_ptr label_ptr max_ptr sum_exp_ptr label_logit_ptr weighted_sum_ptr class_weight_ptr softmax_over_sum_ptr "
-    "onehot_ptr uniform_ptr row_stride num_classes first_class factor_bits softcap_bits"
-).split()
+_NUMBERS = ("row_stride", "num_classes", "first_class", "factor_bits", "softcap_bits")
+_POINTERS = ("logits_ptr", "label_ptr", "max_ptr", "class_weight_ptr")
+_UNSPECIALIZED_ACCUMULATE = [*_NUMBERS, *_POINTERS, "sum_exp_ptr", "label_logit_ptr", "weighted_sum_ptr"]
+_UNSPECIALIZED_GRADIENT = [*_NUMBERS, *_POINTERS, "softmax_over_sum_ptr", "onehot_ptr", "uniform_ptr"]
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=_UNSPECIALIZED_ACCUMULATE)
 def accumulate_kernel(
     logits_ptr,
     label_ptr,
@@ -168,7 +168,7 @@ def accumulate_kernel(
     lane_weighted = tl.zeros((LANES,), STAT)
 
     num_full = num_vectors // LANES
-    for tile in range(0, num_full):
+    for tile in range(num_full):
         z = tl.load(body_ptr + tile * (LANES * VEC) + column, eviction_policy=EVICT).to(STAT)
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         lane_max, lane_sum = _fold_tile(x, lane_max, lane_sum)
@@ -226,7 +226,7 @@ def _gradient(z, column, valid, label, max_x, softmax_over_sum, onehot, uniform,
         return grad_x * slope
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
+@triton.jit(do_not_specialize=_UNSPECIALIZED_GRADIENT)
 def gradient_kernel(
     logits_ptr,
     label_ptr,
@@ -276,7 +276,7 @@ def gradient_kernel(
 
     num_full = num_vectors // LANES
     num_computed = num_readable // LANES
-    for tile in range(0, num_computed):
+    for tile in range(num_computed):
         tile_ptr = body_ptr + tile * (LANES * VEC) + column
         z = tl.load(tile_ptr, eviction_policy=EVICT).to(STAT)
         body_column = head + tile * (LANES * VEC) + column
@@ -365,17 +365,21 @@ def _launch(kernel, config, logits_TC, rows, class_weight_C, first_class, transf
     num_tokens, num_classes = logits_TC.shape
     if num_tokens == 0 or num_classes == 0:
         return
-    assert num_classes == 1 or logits_TC.stride(1) == 1, f"logits must have unit stride along C, got {logits_TC.stride()}"
+    assert num_classes == 1 or logits_TC.stride(1) == 1, f"logits need unit stride along C, got {logits_TC.stride()}"
     assert num_classes <= _MAX_CLASSES, f"a chunk has at most {_MAX_CLASSES} classes, got {num_classes}"
     for row in (*rows, class_weight_C):
         assert row is None or row.is_contiguous(), "per-token and per-class tensors must be contiguous"
     mode, factor, softcap = _transform_arguments(transform)
+    numbers = (logits_TC.stride(0), num_classes, first_class, _bits(factor), _bits(softcap))
     with torch.cuda.device(logits_TC.device) if logits_TC.is_cuda else nullcontext():
         kernel[(num_tokens,)](
-            logits_TC, *rows, class_weight_C, logits_TC.stride(0), num_classes, first_class, _bits(factor), _bits(softcap),
+            logits_TC,
+            *rows,
+            class_weight_C,
+            *numbers,
             **config.meta(_warp_size(logits_TC.device), mode, class_weight_C is not None),
             enable_fp_fusion=True,  # whatever this Triton's default
-        )  # fmt: skip
+        )
 
 
 def _transform_arguments(transform: LogitTransform) -> tuple[int, float, float]:

@@ -88,7 +88,7 @@ def amd_resources(binary):
     usage = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)$", binary.asm["amdgcn"], re.MULTILINE)}
     return {
         "registers": usage["vgpr_count"],
-        # Scalar registers spill into lanes of vector registers, which costs no memory while the private segment is empty.
+        # Scalar registers spill into lanes of vector registers: no memory while the private segment is empty.
         "spills": usage["vgpr_spill_count"] + usage["private_segment_fixed_size"],
         "shared": max(usage["group_segment_fixed_size"], binary.metadata.shared),
     }
@@ -127,8 +127,9 @@ def test_the_body_moves_16_bytes_per_access(dtype, target_name, kernel_name):
 @pytest.mark.parametrize("kernel_name", KERNELS)
 def test_options_that_are_off_cost_nothing(kernel_name):
     """Fewer instructions without smoothing and softcap: the flags are resolved at compile time."""
-    sizes = [len(compiled(kernel_name, TARGETS["sm_90"], "bf16", *options).asm["ptx"].splitlines())
-             for options in (("identity", "none"), ("scale", "none"), ("softcap", "none"), ("softcap", "plain"))]  # fmt: skip
+    growing = (("identity", "none"), ("scale", "none"), ("softcap", "none"), ("softcap", "plain"))
+    binaries = [compiled(kernel_name, TARGETS["sm_90"], "bf16", *options) for options in growing]
+    sizes = [len(binary.asm["ptx"].splitlines()) for binary in binaries]
     assert sizes == sorted(sizes) and len(set(sizes)) == len(sizes), sizes
 
 

@@ -1,0 +1,1 @@
+"""Side-by-side measurement of output-layer losses on one device; see :mod:`loongforge.bench.run`."""

@@ -1,0 +1,231 @@
+"""Inputs, truth, errors, time and memory of one contender on one shape."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from loongforge.bench.contenders import Contender, LossFunction
+
+LARGEST_ERROR = 0.05
+"""A contender whose loss or gradient is further off than this (relative norm) is reported as wrong and not timed."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """One output layer: tokens, hidden size, vocabulary rows."""
+
+    name: str
+    tokens: int
+    hidden: int
+    vocab: int
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        HeadShape("llama3-8b", 8192, 4096, 128256),
+        HeadShape("seed-pr", 8192, 2048, 128256),
+        HeadShape("dsv3", 16384, 7168, 129280),
+        HeadShape("dsv3-tp8", 16384, 7168, 16160),
+        HeadShape("llama2", 8192, 4096, 32000),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors that every contender gets, and the truth for both kinds of upstream gradient."""
+
+    hidden_TH: torch.Tensor
+    weight_VH: torch.Tensor
+    target_T: torch.Tensor
+    upstream_T: torch.Tensor  # non-uniform gradient for contenders with a loss per token
+    truth: dict[bool, tuple[torch.Tensor, ...]]  # per_token -> loss, grad_hidden, grad_weight
+
+
+@dataclass
+class Result:
+    """One line of the table; NaN where it was not measured."""
+
+    shape: str
+    name: str
+    per_token: bool
+    is_ours: bool
+    budget_mb: int | str | None = None
+    status: str = "ok"
+    step_ms: float = math.nan
+    forward_ms: float = math.nan
+    floor_ms: float = math.nan
+    peak_mib: float = math.nan
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Forward plus backward over the three-GEMM floor."""
+        return self.step_ms / self.floor_ms
+
+    @property
+    def gradient_error(self) -> float:
+        return max(self.errors.get("grad_hidden", math.nan), self.errors.get("grad_weight", math.nan))
+
+
+def make_problem(shape: HeadShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Problem:
+    """Hidden states of unit variance, logits of unit variance, every 17th token ignored."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator)
+
+    hidden_TH = normal(shape.tokens, shape.hidden).to(dtype)
+    weight_VH = (normal(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype)
+    target_T = torch.randint(0, shape.vocab, (shape.tokens,), device=device, generator=generator)
+    target_T[::17] = -100
+    num_valid = (target_T >= 0).sum()
+    upstream_T = torch.rand(shape.tokens, device=device, generator=generator) / num_valid
+    uniform_T = torch.full_like(upstream_T, 1.0) / num_valid
+    loss_T, *grads = _truth(hidden_TH, weight_VH, target_T, uniform_T)
+    truth = {
+        False: (loss_T.sum() / num_valid, *grads),
+        True: _truth(hidden_TH, weight_VH, target_T, upstream_T),
+    }
+    return Problem(hidden_TH, weight_VH, target_T, upstream_T, truth)
+
+
+def _truth(hidden_TH, weight_VH, target_T, upstream_T, rows: int = 1024):
+    """Loss per token and both gradients of ``sum(upstream * loss)`` in float32, a block of tokens at a time."""
+    weight_VH = weight_VH.float()
+    loss_T = torch.empty(len(target_T), device=target_T.device)
+    grad_hidden = torch.empty(hidden_TH.shape, device=target_T.device)
+    grad_weight = torch.zeros_like(weight_VH)
+    for start in range(0, len(target_T), rows):
+        block = slice(start, start + rows)
+        hidden, valid, label = hidden_TH[block].float(), target_T[block] >= 0, target_T[block].clamp_min(0)[:, None]
+        grad_logits = (hidden @ weight_VH.t()).log_softmax(-1)
+        loss_T[block] = torch.where(valid, -grad_logits.gather(1, label)[:, 0], 0.0)
+        grad_logits.exp_().scatter_add_(1, label, torch.full_like(label, -1.0, dtype=torch.float32))
+        grad_logits *= torch.where(valid, upstream_T[block], 0.0)[:, None]
+        grad_hidden[block] = grad_logits @ weight_VH
+        grad_weight.addmm_(grad_logits.t(), hidden)
+    return loss_T, grad_hidden, grad_weight
+
+
+def relative_error(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
+    assert actual is not None, "backward left no gradient"
+    return ((actual.float() - expected).norm() / expected.norm()).item()
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Median time of one call, after two warm-ups."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(repetitions):
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize(device)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def floor_ms(problem: Problem, repetitions: int) -> float:
+    """The three products that no method can do without, through the vendor's library, a block of tokens at a time."""
+    hidden_TH, weight_VH = problem.hidden_TH, problem.weight_VH
+    blocks = hidden_TH.split(min(4096, len(hidden_TH)))
+    logits = hidden_TH.new_empty(len(blocks[0]), len(weight_VH))
+    grad_hidden, grad_weight = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)
+
+    def products() -> None:
+        for block in blocks:
+            torch.mm(block, weight_VH.t(), out=logits[: len(block)])
+        for block in blocks:
+            torch.mm(logits[: len(block)], weight_VH, out=grad_hidden[: len(block)])
+        for block in blocks:
+            torch.mm(logits[: len(block)].t(), block, out=grad_weight)
+
+    return time_ms(products, hidden_TH.device, repetitions)
+
+
+def measure(contender: Contender, shape: HeadShape, problem: Problem, floor: float, repetitions: int) -> Result:
+    """Check, then measure memory, then time.  What a contender raises becomes its line's status."""
+    result = Result(shape.name, contender.name, contender.per_token, contender.is_ours, contender.budget_mb)
+    result.floor_ms = floor
+    try:
+        _measure(result, contender.build(), problem, repetitions)
+    except ImportError as error:
+        result.status = f"not installed: {_first_line(error)}"
+    except Exception as error:  # other people's code: whatever goes wrong must not end the comparison
+        result.status = f"failed: {type(error).__name__}: {_first_line(error)}"
+    finally:
+        release(problem.hidden_TH.device)
+    return result
+
+
+def _measure(result: Result, loss_function: LossFunction, problem: Problem, repetitions: int) -> None:
+    device = problem.hidden_TH.device
+    hidden = problem.hidden_TH.detach().requires_grad_()
+    weight = problem.weight_VH.detach().requires_grad_()
+
+    def step() -> torch.Tensor:
+        hidden.grad = weight.grad = None
+        loss = loss_function(hidden, weight, problem.target_T)
+        loss.backward(problem.upstream_T.to(loss.dtype) if result.per_token else None)
+        return loss.detach()
+
+    actual = (step(), hidden.grad, weight.grad)
+    for name, value, expected in zip(
+        ("loss", "grad_hidden", "grad_weight"), actual, problem.truth[result.per_token], strict=True
+    ):
+        result.errors[name] = relative_error(value, expected)
+    del actual, value
+    wrong = [name for name, error in result.errors.items() if not error <= LARGEST_ERROR]
+    if wrong:
+        result.status = f"wrong: {', '.join(wrong)} off by more than {LARGEST_ERROR:.0%}"
+        return
+    result.peak_mib = _peak_mib(step, hidden, weight)
+    result.step_ms = time_ms(step, device, repetitions)
+    hidden.grad = weight.grad = None
+    with torch.no_grad():
+        result.forward_ms = time_ms(
+            lambda: loss_function(problem.hidden_TH, problem.weight_VH, problem.target_T), device, repetitions
+        )
+
+
+def _peak_mib(step: Callable[[], object], hidden: torch.Tensor, weight: torch.Tensor) -> float:
+    """Most memory above the inputs during one step, both gradients included; NaN where the device keeps no count."""
+    if hidden.device.type != "cuda":
+        return math.nan
+    step()  # whatever is allocated once and stays is not counted
+    hidden.grad = weight.grad = None
+    release(hidden.device)
+    before = torch.cuda.memory_allocated(hidden.device)
+    torch.cuda.reset_peak_memory_stats(hidden.device)
+    step()
+    torch.cuda.synchronize(hidden.device)
+    return (torch.cuda.max_memory_allocated(hidden.device) - before) / 2**20
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else ""

@@ -1,0 +1,115 @@
+"""What a comparison says: the table, who beats whom, JSON, and time over memory as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from loongforge.bench.measure import HeadShape, Result
+
+
+def table(shape: HeadShape, results: Sequence[Result], floor: float) -> str:
+    """One line per contender, in the order they ran."""
+    tflops = 6e-9 * shape.tokens * shape.hidden * shape.vocab / floor
+    lines = [
+        f"{shape.name}: T={shape.tokens} H={shape.hidden} V={shape.vocab}, "
+        f"three-GEMM floor {floor:.2f} ms = {tflops:.1f} TFLOP/s",
+        f"{'':26} {'loss':5} {'fwd+bwd ms':>10} {'x floor':>8} {'fwd ms':>8} {'peak MiB':>9}"
+        f" {'err loss':>9} {'err dX':>8} {'err dW':>8}",
+    ]
+    for result in results:
+        name = f"{result.name:26} {'token' if result.per_token else 'mean':5}"
+        if result.status != "ok":
+            lines.append(f"{name} {result.status}")
+            continue
+        peak = "-" if math.isnan(result.peak_mib) else f"{result.peak_mib:.0f}"
+        errors = result.errors
+        lines.append(
+            f"{name} {result.step_ms:10.2f} {result.ratio:8.3f} {result.forward_ms:8.2f} {peak:>9}"
+            f" {errors['loss']:9.1e} {errors['grad_hidden']:8.1e} {errors['grad_weight']:8.1e}"
+        )
+    return "\n".join(lines)
+
+
+def duels(results: Sequence[Result]) -> list[str]:
+    """For each peer: the smallest budget of ours at or below it in memory, time and gradient error, or the distance.
+
+    A peer that returns only the mean is compared with all of ours, one with a loss per token with our per-token ones.
+    """
+    measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
+    lines = []
+    for peer in (result for result in measured if not result.is_ours):
+        mine = [result for result in measured if result.is_ours and (result.per_token or not peer.per_token)]
+        if not mine:
+            continue
+        better = [
+            result
+            for result in mine
+            if result.peak_mib <= peer.peak_mib
+            and result.step_ms <= peer.step_ms
+            and result.gradient_error <= peer.gradient_error
+        ]
+        if better:
+            best = min(better, key=lambda result: result.peak_mib)
+            lines.append(f"{peer.name}: beaten by {best.name} ({_distance(best, peer)})")
+        else:
+            near = min(mine, key=lambda result: _excess(result, peer))
+            lines.append(f"{peer.name}: not beaten; nearest {near.name} ({_distance(near, peer)})")
+    return lines
+
+
+def _excess(result: Result, peer: Result) -> float:
+    """By which factor we are worse in the worst of time and memory."""
+    return max(result.peak_mib / max(peer.peak_mib, 1e-9), result.step_ms / peer.step_ms)
+
+
+def _distance(result: Result, peer: Result) -> str:
+    return (
+        f"time {result.step_ms / peer.step_ms - 1:+.1%}, memory {result.peak_mib - peer.peak_mib:+.0f} MiB, "
+        f"gradient error {result.gradient_error:.1e} against {peer.gradient_error:.1e}"
+    )
+
+
+def write_json(path: Path, environment: dict[str, Any], results: Sequence[Result]) -> None:
+    """Everything measured, with the device, versions and command that it was measured with."""
+    lines = [
+        {key: None if value != value else value for key, value in (vars(result) | {"ratio": result.ratio}).items()}
+        for result in results
+    ]
+    path.write_text(json.dumps({"environment": environment, "results": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
+    """Time over memory: each peer a point, ours a curve over the budget.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the picture needs matplotlib: pip install 'loongforge[plot]'") from error
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
+    for per_token, marker, label in ((True, "o-", "loongforge, loss per token"), (False, "s--", "loongforge, mean")):
+        curve = [result for result in measured if result.is_ours and result.per_token == per_token]
+        curve.sort(key=lambda result: result.peak_mib)
+        if curve:
+            axes.plot([r.peak_mib for r in curve], [r.step_ms for r in curve], marker, label=label, zorder=3)
+    for result in (result for result in measured if not result.is_ours):
+        axes.plot(result.peak_mib, result.step_ms, "kx")
+        axes.annotate(
+            result.name, (result.peak_mib, result.step_ms), textcoords="offset points", xytext=(5, 3), fontsize=8
+        )
+    axes.axhline(results[0].floor_ms, color="0.6", linewidth=1, label="three GEMMs")
+    axes.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms", xscale="log")
+    axes.set_title(f"{shape.name}: T={shape.tokens} H={shape.hidden} V={shape.vocab} on {device_name}")
+    axes.legend()
+    figure.savefig(path, dpi=150)

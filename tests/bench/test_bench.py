@@ -1,0 +1,163 @@
+"""The logic of the comparison on CPU: truth, verdicts, table, picture; nothing depends on how long a call took."""
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from loongforge.bench import run as bench_run
+from loongforge.bench.contenders import PEERS, Contender, ours
+from loongforge.bench.measure import HeadShape, Problem, Result, floor_ms, make_problem, measure
+from loongforge.bench.report import draw, duels, table, write_json
+
+SHAPE = HeadShape("tiny", 37, 16, 101)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return make_problem(SHAPE, CPU, torch.float32)
+
+
+def eager(reduction, grad_scale=1.0):
+    def loss(hidden, weight, target):
+        value = functional.cross_entropy(hidden @ weight.t(), target, reduction=reduction)
+        return grad_scale * value + (1.0 - grad_scale) * value.detach()
+
+    return lambda: loss
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    bench_run.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("per_token", (True, False))
+def test_truth_is_the_gradient_of_the_loss(problem, per_token):
+    hidden, weight = (tensor.double().requires_grad_() for tensor in (problem.hidden_TH, problem.weight_VH))
+    loss = functional.cross_entropy(hidden @ weight.t(), problem.target_T, reduction="none" if per_token else "mean")
+    loss.backward(problem.upstream_T.double() if per_token else None)
+    assert (problem.target_T == -100).any()
+    for actual, expected in zip(problem.truth[per_token], (loss, hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(actual.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("per_token", (True, False))
+def test_a_right_contender_is_measured(problem, per_token):
+    contender = Contender("eager", per_token, eager("none" if per_token else "mean"))
+    result = measure(contender, SHAPE, problem, 2.0, repetitions=1)
+    assert result.status == "ok"
+    assert result.step_ms > 0 and result.forward_ms > 0 and result.ratio == result.step_ms / 2.0
+    assert max(result.errors.values()) < 1e-5
+    assert math.isnan(result.peak_mib)  # the CPU keeps no count
+
+
+def test_a_wrong_gradient_is_reported_and_not_timed(problem):
+    result = measure(Contender("off", False, eager("mean", grad_scale=0.9)), SHAPE, problem, 1.0, repetitions=1)
+    assert result.status.startswith("wrong: grad_hidden, grad_weight") and math.isnan(result.step_ms)
+
+
+def test_a_nan_is_wrong(problem):
+    result = measure(Contender("nan", False, eager("mean", grad_scale=math.nan)), SHAPE, problem, 1.0, repetitions=1)
+    assert result.status.startswith("wrong: loss")
+
+
+def test_what_a_contender_raises_becomes_its_line(problem):
+    def missing():
+        raise ImportError("No module named 'peer'")
+
+    def broken():
+        raise ValueError("bad shape\nsecond line")
+
+    results = [measure(Contender(f.__name__, False, f), SHAPE, problem, 1.0, 1) for f in (missing, broken)]
+    assert [result.status for result in results] == [
+        "not installed: No module named 'peer'",
+        "failed: ValueError: bad shape",
+    ]
+    text = table(SHAPE, results, 1.0)
+    assert "not installed" in text and "bad shape" in text
+
+
+def test_floor_is_positive(problem):
+    assert floor_ms(problem, 1) > 0
+
+
+def line(name, step_ms, peak_mib, error=2e-3, is_ours=False, per_token=True):
+    errors = {"loss": 1e-4, "grad_hidden": error, "grad_weight": error / 2}
+    return Result("tiny", name, per_token, is_ours, None, "ok", step_ms, 1.0, 10.0, peak_mib, errors)
+
+
+def test_duels_name_the_budget_that_wins_or_the_distance():
+    mine = [line("ours 0", 14.0, 100.0, is_ours=True), line("ours all", 10.3, 300.0, is_ours=True)]
+    peers = [
+        line("slow", 15.0, 200.0),  # ours 0 wins in both
+        line("big", 11.0, 900.0),  # only ours all is fast enough
+        line("lean", 20.0, 50.0),  # less memory than any of ours
+        line("exact", 20.0, 900.0, error=1e-4),  # as good a gradient as nobody of ours has
+    ]
+    slow, big, lean, exact = duels([*peers, *mine])
+    assert slow.startswith("slow: beaten by ours 0 (time -6.7%, memory -100 MiB")
+    assert big.startswith("big: beaten by ours all")
+    assert lean.startswith("lean: not beaten; nearest ours 0 (time -30.0%, memory +50 MiB")
+    assert exact.startswith("exact: not beaten")
+
+
+def test_a_loss_per_token_is_not_beaten_by_a_mean():
+    mine = [line("ours mean", 1.0, 1.0, is_ours=True, per_token=False)]
+    assert duels([line("token", 2.0, 2.0), *mine]) == []
+    assert duels([line("mean", 2.0, 2.0, per_token=False), *mine])[0].startswith("mean: beaten by ours mean")
+
+
+def test_picture_and_json(tmp_path):
+    mine = [line("ours 0", 14.0, 100.0, is_ours=True), line("ours all", 11.0, 300.0, is_ours=True)]
+    results = [line("peer", 15.0, 200.0), *mine]
+    write_json(tmp_path / "results.json", {"device": "none"}, results)
+    loaded = json.loads((tmp_path / "results.json").read_text())
+    assert loaded["results"][0]["ratio"] == 1.5 and loaded["environment"] == {"device": "none"}
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'loongforge[plot]')")
+    draw(tmp_path / "tiny.png", SHAPE, results, "nothing")
+    assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_whole_comparison_prints_the_table_last(tmp_path, capsys):
+    options = arguments(
+        "40x16x101", "--device", "cpu", "--dtype", "fp32", "--repetitions", "1",
+        "--only", "torch eager,loongforge,cce", "--budgets", "0,all", "--output-dir", str(tmp_path),
+    )  # fmt: skip
+    results = bench_run.run(options)
+    by_name = {result.name: result for result in results}
+    for name in ("torch eager", "torch eager fp32 loss", "loongforge token 0", "loongforge mean all"):
+        assert by_name[name].status == "ok", by_name[name].status
+    printed = capsys.readouterr().out
+    assert printed.rstrip().splitlines()[-1].startswith("loongforge mean all")
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["results"][0]["peak_mib"] is None
+    assert [entry["name"] for entry in saved["results"]] == [result.name for result in results]
+    assert {"device", "versions", "command", "date"} <= set(saved["environment"])
+
+
+def test_default_curve_runs_from_nothing_to_everything():
+    budgets = bench_run.default_budgets(HeadShape("s", 8192, 4096, 128256), torch.bfloat16)
+    assert budgets[0] == 0 and budgets[-1] == "all" and budgets[1:-1] == sorted(budgets[1:-1])
+
+
+def test_names_are_unique():
+    names = [contender.name for contender in (*PEERS, *ours([0, 100, "all"]))]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("text", ("llama9", "1x2", "0x2x3", "axbxc"))
+def test_unknown_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="TOKENSxHIDDENxVOCAB"):
+        bench_run.parse_shape(text)
+
+
+def test_unknown_budgets_and_names_are_refused():
+    with pytest.raises(ValueError, match="whole numbers of MiB or all"):
+        bench_run.parse_budgets("0,half")
+    with pytest.raises(ValueError, match="leaves nobody to measure"):
+        bench_run.select(PEERS, "nobody", "")

@@ -1,0 +1,108 @@
+"""What only a GPU can show of the Triton row kernels: one compilation for all sizes, graphs, no synchronisation.
+
+Without one, ``test_triton_compile.py`` holds that nothing is specialised, and the interpreter runs the rest.
+"""
+
+import math
+
+import pytest
+import torch
+import triton
+
+from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from tests.kernels.triton_cases import (
+    DEVICE,
+    HAS_GPU,
+    IDENTITY,
+    KERNELS,
+    ROUNDING,
+    SOFTCAP,
+    Rows,
+    assert_close,
+    new_stats,
+    random_labels,
+    random_logits,
+    random_vector,
+)
+
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: the interpreter has no streams, graphs or compilation")
+
+
+@needs_gpu
+def test_one_compilation_serves_every_size_stride_and_address():
+    def run(num_tokens, num_classes, aligned, first_class):
+        rows = Rows(random_logits(num_tokens, num_classes, torch.bfloat16), aligned)
+        label_T = torch.zeros(num_tokens + 1, device=DEVICE, dtype=torch.int64)[1:]
+        stats = new_stats(num_tokens, torch.bfloat16)
+        transform = LogitTransform(logit_scale=first_class + 0.5)
+        KERNELS.accumulate(rows.logits, label_T, first_class, stats, transform)
+        coefficients = RowCoefficients(stats.max_T, stats.sum_exp_T, stats.sum_exp_T, None)
+        KERNELS.gradient_(rows.logits, label_T, first_class, coefficients, transform)
+
+    compiled = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["fn"].name)
+    try:
+        run(4, 16, True, 0)
+        compiled.clear()
+        for arguments in ((1, 1, False, 1), (16, 4096, True, 16), (5, 9001, False, 2**33)):
+            run(*arguments)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert compiled == []
+
+
+@needs_gpu
+def test_graph_capture_and_replay_with_other_inputs():
+    first_TC, second_TC = (random_logits(8, 9001, torch.bfloat16, seed) for seed in (1, 2))
+    labels = [random_labels(8, 9001, seed) for seed in (3, 4)]
+    logits_TC, label_T = first_TC.clone(), labels[0].clone()
+    stats = new_stats(8, torch.bfloat16)
+    one_T = torch.ones(8, device=DEVICE)
+
+    def step():
+        stats.max_T.fill_(-math.inf), stats.sum_exp_T.zero_(), stats.label_logit_T.zero_()
+        KERNELS.accumulate(logits_TC, label_T, 0, stats, IDENTITY)
+        coefficients = RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, one_T, None)
+        KERNELS.gradient_(logits_TC, label_T, 0, coefficients, IDENTITY)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for values_TC, new_label_T in ((second_TC, labels[1]), (first_TC, labels[0])):
+        logits_TC.copy_(values_TC)
+        label_T.copy_(new_label_T)
+        graph.replay()
+        expected_TC = values_TC.double().softmax(1)
+        here = new_label_T >= 0
+        expected_TC[here.nonzero()[:, 0], new_label_T[here]] -= 1.0
+        assert_close(logits_TC, expected_TC, ROUNDING[torch.bfloat16] + 5e-7)
+
+
+@needs_gpu
+def test_neither_kernel_synchronises_with_the_host():
+    rows_TC = random_logits(8, 9001, torch.bfloat16)
+    label_T = random_labels(8, 9001)
+    class_weight_C = random_vector(9001, torch.float32, 7)
+    stats = new_stats(8, torch.bfloat16, weighted=True)
+    one_T = torch.ones(8, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        KERNELS.accumulate(rows_TC, label_T, 0, stats, SOFTCAP, class_weight_C)
+        KERNELS.gradient_(rows_TC, label_T, 0, RowCoefficients(stats.max_T, *[one_T] * 3), SOFTCAP, class_weight_C)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_device_than_the_current_one():
+    rows_TC = random_logits(8, 9001, torch.bfloat16).to("cuda:1")
+    label_T = random_labels(8, 9001).to("cuda:1")
+    stats = RowStats(*(torch.full((8,), value, device="cuda:1") for value in (-math.inf, 0.0, 0.0)), None)
+    with torch.cuda.device(0):
+        KERNELS.accumulate(rows_TC, label_T, 0, stats, IDENTITY)
+        assert torch.cuda.current_device() == 0
+    assert_close(stats.max_T.double() + stats.sum_exp_T.double().log(), rows_TC.double().logsumexp(1), 1e-6)
