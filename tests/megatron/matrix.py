@@ -46,9 +46,10 @@ def full(version: str) -> list[Row]:
     rows = [Row(tied=tied, **layout) for tied in (False, True) for layout in _LAYOUTS]
     rows += [Row(model="hybrid", tied=number % 2 == 1, **layout) for number, layout in enumerate(_LAYOUTS)]
     rows += [Row(tied=tied, mtp=2, **layout) for tied in (False, True) for layout in _MTP_LAYOUTS]
-    if version != "0.16.1":  # muP came with 0.17
+    if version != "0.16.1":  # muP and the hybrid model's MTP came with 0.17
         rows += [Row(model=model, tied=tied, mup=True) for model in ("gpt", "hybrid") for tied in (False, True)]
         rows += [Row(mup=True, mtp=1), Row(mup=True, bf16=True, tp=2, sp=True)]
+        rows += [Row(model="hybrid", mtp=2), Row(model="hybrid", tied=True, mtp=1, tp=2, sp=True)]
     return rows
 
 
@@ -89,7 +90,7 @@ _FAST = {
         Row(pp=2, tied=True),
     ],
     "0.17.1": [Row(mup=True, tied=True), Row(model="hybrid", per_token=True)],
-    "0.18.2": [Row(model="hybrid", dist_opt=True), Row(tied=True, mtp=1, accumulation_fusion=True)],
+    "0.18.2": [Row(model="hybrid", mtp=1, dist_opt=True), Row(tied=True, mtp=1, accumulation_fusion=True)],
     "0.19.2": [
         Row(mup=True, mtp=1),
         Row(model="hybrid", bf16=True),

@@ -127,7 +127,9 @@ def build_model(row: Row, config: TransformerConfig) -> torch.nn.Module:
         prefix = "hybrid" if "hybrid_stack_spec" in names else "mamba"
         pattern = "hybrid_layer_pattern" if "hybrid_layer_pattern" in names else "hybrid_override_pattern"
         layers = "*-*-" if row.pp == 1 or pattern == "hybrid_override_pattern" else "*-|*-"
-        model = HybridModel(**common, **{f"{prefix}_stack_spec": _hybrid_spec(spec), pattern: layers})
+        layers += "/*-" * row.mtp
+        stack = _hybrid_spec(spec, with_mtp=bool(row.mtp))
+        model = HybridModel(**common, **{f"{prefix}_stack_spec": stack, pattern: layers})
     else:
         mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if row.mtp else None
         model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=mtp_spec, **common)
@@ -139,7 +141,20 @@ def build_model(row: Row, config: TransformerConfig) -> torch.nn.Module:
     return model
 
 
-def _hybrid_spec(gpt_spec: ModuleSpec) -> ModuleSpec:
+def _hybrid_spec(gpt_spec: ModuleSpec, with_mtp: bool) -> ModuleSpec:
+    mtp = {}
+    if with_mtp:  # only the norms and the projection: its layers come from the pattern
+        names = multi_token_prediction
+        head = names.MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            layer_norm=WrappedTorchNorm,
+            eh_proj=tensor_parallel.ColumnParallelLinear,
+            mtp_model_layer=None,
+        )
+        heads = [ModuleSpec(module=names.MultiTokenPredictionLayer, submodules=head)]
+        block = names.MultiTokenPredictionBlockSubmodules(layer_specs=heads)
+        mtp["mtp_block_spec"] = ModuleSpec(module=names.MultiTokenPredictionBlock, submodules=block)
     parts = gpt_spec.submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=WrappedTorchNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
@@ -150,6 +165,7 @@ def _hybrid_spec(gpt_spec: ModuleSpec) -> ModuleSpec:
         submodules=HybridStackSubmodules(
             attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(module=TransformerLayer, submodules=mlp),
+            **mtp,
         ),
     )
 
