@@ -266,6 +266,7 @@ class TileConfig:
         return {
             "BLOCK_T": self.block_t, "BLOCK_C": self.block_c, "BLOCK_H": self.block_h, "GROUP": self.group,
             "num_warps": self.num_warps, "num_stages": self.num_stages,
+            "enable_fp_fusion": True,  # whatever this Triton's default
         }  # fmt: skip
 
 
