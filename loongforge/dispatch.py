@@ -55,6 +55,10 @@ def _flydsl_runs_on(arch: Arch) -> str | None:
     return f"needs an AMD GPU among {', '.join(FLYDSL_ARCHS)}, the device is {arch}"
 
 
+def _flydsl_lacks(options: LossOptions, dtype: torch.dtype) -> str | None:
+    return "float64" if dtype == torch.float64 else None
+
+
 def _triton_runs_on(arch: Arch) -> str | None:
     if arch.vendor == "amd" or arch.compute_capability >= OLDEST_TRITON_NVIDIA:
         return None
@@ -63,7 +67,9 @@ def _triton_runs_on(arch: Arch) -> str | None:
 
 # In the order in which `auto` tries them.
 _IMPLEMENTATIONS = (
-    _Implementation("flydsl", "loongforge.kernels.amd_flydsl", "FlyDSLRowKernels", _flydsl_runs_on, needs="flydsl"),
+    _Implementation(
+        "flydsl", "loongforge.kernels.amd_flydsl", "FlyDSLRowKernels", _flydsl_runs_on, "flydsl", _flydsl_lacks
+    ),
     _Implementation("triton", "loongforge.kernels.triton_rows", "TritonRowKernels", _triton_runs_on, needs="triton"),
     _Implementation("generic", "loongforge.kernels.generic", "GenericRowKernels", lambda arch: None),
 )
