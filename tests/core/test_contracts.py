@@ -1,4 +1,4 @@
-"""The contracts of the operation: normalisers, labels, padding, autograd, autocast, layouts, and what a call may touch."""
+"""The contracts of the operation: normalisers, labels, padding, autograd, autocast, layouts, a gradient sink."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loongforge import chunks, formula, loss, matmul
+from loongforge import call, chunks, formula, loss, matmul
 from loongforge.kernels import generic
 from loongforge.kernels.interface import LogitTransform
 from tests.core.implementations import CHUNK_WIDTH, Subject, use
@@ -129,13 +129,13 @@ def softmax_term_dropped(monkeypatch):
 
 @mutant("label_out_of_range_is_nan_in_its_row")
 def labels_unchecked(monkeypatch):
-    original = loss._Labels.of
+    original = call.Labels.of
 
-    def of(target_T, call):
-        labels = original(target_T, call)
+    def of(target_T, one_call):
+        labels = original(target_T, one_call)
         return dataclasses.replace(labels, out_of_range_T=torch.zeros_like(labels.out_of_range_T))
 
-    monkeypatch.setattr(loss._Labels, "of", of)
+    monkeypatch.setattr(call.Labels, "of", of)
 
 
 @mutant("every_reduction", "odd_shapes")
