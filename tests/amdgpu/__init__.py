@@ -4,7 +4,7 @@ What runs is the real ELF code object with its real kernel descriptor and argume
 (decoded by ``llvm-objdump``), vectorised with numpy over all waves of a launch.  gfx942 and gfx950 run in wave64, gfx11
 and gfx12 in wave32.  Errors, all raised as :class:`tests.amdgpu.errors.EmulatorError`: access outside a registered
 buffer, write to a read-only one, LDS out of bounds, LDS race between waves, read of LDS or of a register that nothing
-wrote, a barrier that not all waves reach, an instruction that is not implemented.
+wrote, waves that meet at different barriers, a kernel without an end, an instruction that is not implemented.
 
 It does not model: time, missing wait instructions, races in global memory, alignment faults, denormal modes, the last
 bit of hardware exp, log and rcp (numpy's are used), double rounding of fused multiply-add (2**-29 of results differ in

@@ -1,7 +1,7 @@
 """Text of ``llvm-objdump`` -> :class:`Instruction`."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -54,6 +54,12 @@ class Instruction:
     encoding: str = ""  # e32, e64, dpp, e64_dpp, sdwa
     second: "Instruction | None" = None  # of a dual-issue pair
     text: str = ""
+    word: int = 0  # the first dword of the encoding
+
+    @property
+    def branch_target(self) -> int:
+        """Address that a branch goes to: the disassembler may print a label instead of the distance."""
+        return self.address + self.size + 4 * (((self.word & 0xFFFF) ^ 0x8000) - 0x8000)
 
     @property
     def is_dpp(self) -> bool:
@@ -66,14 +72,16 @@ def parse_listing(text: str) -> dict[int, Instruction]:
     for line in text.splitlines():
         match = LINE.match(line)
         if match:
-            address, size = int(match["address"], 16), 4 * len(match["encoding"].split())
-            program[address] = parse(match["mnemonic"], match["operands"].strip(), address, size)
+            address, words = int(match["address"], 16), match["encoding"].split()
+            place = {"address": address, "size": 4 * len(words), "word": int(words[0], 16)}
+            program[address] = replace(parse(match["mnemonic"], match["operands"].strip()), **place)
         elif line.startswith("\t"):
             raise EmulatorError(f"cannot parse the disassembly line {line!r}")
     return program
 
 
-def parse(mnemonic: str, operands: str, address: int = 0, size: int = 4) -> Instruction:
+def parse(mnemonic: str, operands: str) -> Instruction:
+    """An instruction without its place in the program."""
     text = f"{mnemonic} {operands}".strip()
     second = None
     if "::" in operands:
@@ -84,7 +92,7 @@ def parse(mnemonic: str, operands: str, address: int = 0, size: int = 4) -> Inst
     parts, modifiers = split(operands)
     parsed = tuple(parse_operand(part) for part in parts)
     encoding = suffix[1] if suffix else ""
-    return Instruction(address, size, base.replace("v_dual_", "v_"), parsed, modifiers, encoding, second, text)
+    return Instruction(0, 0, base.replace("v_dual_", "v_"), parsed, modifiers, encoding, second, text)
 
 
 def split(text: str) -> tuple[list[str], dict[str, object]]:

@@ -20,6 +20,7 @@ from tests.amdgpu.numeric import I64, U64, high32, low32
 from tests.amdgpu.toolchain import disassemble
 
 WAVES_AT_ONCE = 2048
+MAX_STEPS = 1_000_000  # of one run; a kernel that loops for ever is an error
 NO_EFFECT = [
     "s_nop",
     "s_waitcnt",
@@ -140,12 +141,10 @@ class _Run:
         # With preloaded arguments the entry jumps over a prologue that loads them for older firmware: 256 bytes.
         entry = self.kernel.entry + (256 if self.kernel.preload_dwords else 0)
         self.counter = np.full(num_waves, entry, I64)
+        self.steps = 0
         self.ended, self.waiting = np.zeros(num_waves, bool), np.zeros(num_waves, bool)
         while not self.ended.all():
-            ready = ~self.ended & ~self.waiting
-            if not ready.any():
-                raise EmulatorError("deadlock: a barrier that not all waves of a workgroup reach")
-            self._run_together(*self._choose(ready))
+            self._run_together(*self._choose(~self.ended & ~self.waiting))
             if self.waiting.any():
                 self._release_barriers()
 
@@ -166,6 +165,9 @@ class _Run:
             instruction = self.emulator.program.get(address)
             if instruction is None:
                 raise EmulatorError(f"program counter {address:#x} outside the program")
+            self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise EmulatorError(f"no end after {MAX_STEPS} instructions")
             name, following = instruction.mnemonic, address + instruction.size
             self.emulator.executed[name] += 1
             if name == "s_endpgm":
@@ -175,7 +177,7 @@ class _Run:
                 self.counter[waves], self.waiting[waves] = following, True
                 return
             if name == "s_branch" or name.startswith("s_cbranch"):
-                target = following + 4 * (((instruction.operands[0].value & 0xFFFF) ^ 0x8000) - 0x8000)
+                target = instruction.branch_target
                 taken = self._is_taken(name, waves)
                 self.counter[waves] = np.where(taken, target, following)
                 if self.emulator.random is not None or taken.any() != taken.all() or not isinstance(waves, slice):
@@ -228,5 +230,8 @@ class _Run:
         waiting = np.bincount(self.group_of_wave, weights=self.waiting, minlength=groups)
         alive = np.bincount(self.group_of_wave, weights=~self.ended, minlength=groups)
         complete = (waiting > 0) & (waiting == alive)
+        for group in np.nonzero(complete)[0]:
+            if len(np.unique(self.counter[self.waiting & (self.group_of_wave == group)])) > 1:
+                raise EmulatorError("waves of one workgroup meet at different barriers")
         self.lds.pass_barrier(complete)
         self.waiting &= ~complete[self.group_of_wave]

@@ -17,7 +17,7 @@ ACCESS = re.compile(
     r"(load|read|store|write)(_2addr|2)?(_stride64|st64)?_(b8|b16|b32|b64|b96|b128|u8|u16|i8|i16|u16_d16|u16_d16_hi)$"
 )
 SIZES = {"b8": 1, "u8": 1, "i8": 1, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
-NOBODY = -1
+NOBODY, SEVERAL = -1, -2  # instead of a wave's number
 
 
 class LocalMemory:
@@ -47,7 +47,7 @@ class LocalMemory:
             raise EmulatorError("reads LDS that was never written")
         if self.detect_races:
             self._check(self._writer, self._write_epoch, group, place, wave, "read after write")
-            self._reader[group, place], self._read_epoch[group, place] = wave[:, None], self._epoch[group]
+            self._note_readers(group, place, wave[:, None])
         return self.bytes[group, place]
 
     def store(self, wave, offsets, data) -> None:
@@ -56,8 +56,18 @@ class LocalMemory:
             self._check(self._writer, self._write_epoch, group, place, wave, "write after write")
             self._check(self._reader, self._read_epoch, group, place, wave, "write after read")
             self._writer[group, place], self._write_epoch[group, place] = wave[:, None], self._epoch[group]
+            # Two waves of one step: only one of them is left as the writer.
+            self._check(self._writer, self._write_epoch, group, place, wave, "write after write")
         self.bytes[group, place] = data
         self.written[group, place] = True
+
+    def _note_readers(self, group, place, wave) -> None:
+        is_recent = self._read_epoch[group, place] == self._epoch[group]
+        before = np.where(is_recent, self._reader[group, place], NOBODY)
+        reader = np.where((before != NOBODY) & (before != wave), SEVERAL, wave)
+        self._reader[group, place], self._read_epoch[group, place] = reader, self._epoch[group]
+        differs = self._reader[group, place] != reader
+        self._reader[np.broadcast_to(group, place.shape)[differs], place[differs]] = SEVERAL
 
     def _check(self, owner, epoch, group, place, wave, what: str) -> None:
         before = owner[group, place]

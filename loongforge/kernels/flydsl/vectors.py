@@ -188,7 +188,7 @@ def tanh(y):
 
 
 class Transform:
-    """``x = softcap * tanh(logit_scale * z / softcap)`` and its slope; whether there are a scale and a cap is static."""
+    """``x = softcap * tanh(logit_scale * z / softcap)`` and its slope; a scale and a cap are static choices."""
 
     def __init__(self, variant, logit_scale, softcap, inverse_softcap) -> None:
         self.scaled, self.capped = variant.scaled, variant.capped
