@@ -140,14 +140,10 @@ def accumulate_kernel(
     softcap_bits: tl.int64,
     TRANSFORM: tl.constexpr,
     LANES: tl.constexpr,
-    EVICT: tl.constexpr = "",
-    REVERSE: tl.constexpr = False,
 ):
     VEC: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     STAT: tl.constexpr = max_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    if REVERSE:
-        row = tl.num_programs(0) - 1 - row
     row_ptr = logits_ptr + row * row_stride
     factor = _float_from_bits(factor_bits, STAT)
     softcap = _float_from_bits(softcap_bits, STAT)
@@ -169,7 +165,7 @@ def accumulate_kernel(
 
     num_full = num_vectors // LANES
     for tile in range(num_full):
-        z = tl.load(body_ptr + tile * (LANES * VEC) + column, eviction_policy=EVICT).to(STAT)
+        z = tl.load(body_ptr + tile * (LANES * VEC) + column, eviction_policy="evict_first").to(STAT)
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         lane_max, lane_sum = _fold_tile(x, lane_max, lane_sum)
         if weighted_sum_ptr is not None:
@@ -178,7 +174,7 @@ def accumulate_kernel(
 
     if num_vectors > num_full * LANES:
         valid = (num_full * LANES + lane < num_vectors)[:, None]
-        z = tl.load(body_ptr + num_full * (LANES * VEC) + column, mask=valid, other=0.0, eviction_policy=EVICT)
+        z = tl.load(body_ptr + num_full * (LANES * VEC) + column, mask=valid, other=0.0, eviction_policy="evict_first")
         x, _ = _transform(z.to(STAT), factor, softcap, TRANSFORM)
         lane_max, lane_sum = _fold_tile(tl.where(valid, x, float("-inf")), lane_max, lane_sum)
         if weighted_sum_ptr is not None:
@@ -242,15 +238,11 @@ def gradient_kernel(
     softcap_bits: tl.int64,
     TRANSFORM: tl.constexpr,
     LANES: tl.constexpr,
-    EVICT: tl.constexpr = "",
-    REVERSE: tl.constexpr = False,
 ):
     VEC: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     STAT: tl.constexpr = max_ptr.dtype.element_ty
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    if REVERSE:
-        row = tl.num_programs(0) - 1 - row
     row_ptr = logits_ptr + row * row_stride
     factor = _float_from_bits(factor_bits, STAT)
     softcap = _float_from_bits(softcap_bits, STAT)
@@ -278,7 +270,7 @@ def gradient_kernel(
     num_computed = num_readable // LANES
     for tile in range(num_computed):
         tile_ptr = body_ptr + tile * (LANES * VEC) + column
-        z = tl.load(tile_ptr, eviction_policy=EVICT).to(STAT)
+        z = tl.load(tile_ptr, eviction_policy="evict_last").to(STAT)
         body_column = head + tile * (LANES * VEC) + column
         grad = _gradient(z, body_column, body_column >= 0, label, max_x, softmax_over_sum, onehot, uniform,
                          class_weight_ptr, factor, softcap, TRANSFORM)  # fmt: skip
@@ -290,7 +282,7 @@ def gradient_kernel(
         valid = (num_full * LANES + lane < num_vectors)[:, None]
         readable = (num_full * LANES + lane < num_readable)[:, None]
         tile_ptr = body_ptr + num_full * (LANES * VEC) + column
-        z = tl.load(tile_ptr, mask=readable, other=0.0, eviction_policy=EVICT).to(STAT)
+        z = tl.load(tile_ptr, mask=readable, other=0.0, eviction_policy="evict_last").to(STAT)
         body_column = head + num_full * (LANES * VEC) + column
         grad = _gradient(z, body_column, valid, label, max_x, softmax_over_sum, onehot, uniform,
                          class_weight_ptr, factor, softcap, TRANSFORM)  # fmt: skip
@@ -312,15 +304,13 @@ class LaunchConfig:
     threads: int
     vectors: int
 
-    def meta(self, warp_size: int, mode: int, has_class_weight: bool) -> dict[str, int]:
-        # A softcap's temporaries and the weights take registers: half as many vectors keep the programs of an SM many.
-        heavy = mode == SOFTCAP.value or has_class_weight
-        vectors = max(1, self.vectors // 2) if heavy else self.vectors
-        return {"TRANSFORM": mode, "LANES": self.threads * vectors, "num_warps": self.threads // warp_size}
+    def meta(self, warp_size: int) -> dict[str, int]:
+        return {"LANES": self.threads * self.vectors, "num_warps": self.threads // warp_size}
 
 
-ACCUMULATE_CONFIG = LaunchConfig(threads=256, vectors=4)
-GRADIENT_CONFIG = LaunchConfig(threads=256, vectors=4)
+# Best or within 2% of it on an H200 for rows of 8192 to 128256 bfloat16 logits: 3.8 to 4.5 TB/s.
+ACCUMULATE_CONFIG = LaunchConfig(threads=128, vectors=2)
+GRADIENT_CONFIG = LaunchConfig(threads=256, vectors=1)
 
 _MAX_CLASSES = 2**31 - 2**20  # columns within a row are 32-bit; the margin covers the last tile
 
@@ -377,7 +367,8 @@ def _launch(kernel, config, logits_TC, rows, class_weight_C, first_class, transf
             *rows,
             class_weight_C,
             *numbers,
-            **config.meta(_warp_size(logits_TC.device), mode, class_weight_C is not None),
+            TRANSFORM=mode,
+            **config.meta(_warp_size(logits_TC.device)),
             enable_fp_fusion=True,  # whatever this Triton's default
         )
 
