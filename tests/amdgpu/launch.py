@@ -126,6 +126,7 @@ class _Run:
     def _set_workgroup_ids(self, register: int) -> None:
         ids = self.groups[self.group_of_wave]
         if self.emulator.arch.startswith("gfx12"):
+            self.machine.set_scalar(TTMP + 8, self.wave_in_group << 25)
             self.machine.set_scalar(TTMP + 9, ids[:, 0])
             self.machine.set_scalar(TTMP + 7, (ids[:, 1] & 0xFFFF) | (ids[:, 2] << 16))
             return

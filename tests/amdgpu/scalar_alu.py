@@ -59,6 +59,9 @@ def _moves(name, operands, machine):
         return lambda waves: write(
             operands[0], waves, np.where(machine.scc[waves], read(operands[1], waves), read(operands[2], waves))
         )
+    if name == "brev_b32":
+        reverse = ONE["bfrev_b32"][1]
+        return lambda waves: write(operands[0], waves, reverse(read(operands[1], waves)))
     if name in ("sext_i32_i16", "sext_i32_i8"):
         narrow = np.int16 if name.endswith("16") else np.int8
         return lambda waves: write(operands[0], waves, read(operands[1], waves).astype(narrow).astype(I32).view(U32))

@@ -261,6 +261,10 @@ def test_division_steps():
 def test_modifiers_subdwords_and_pairs():
     body = "v_add_u32_sdwa v5, v2, v2 dst_sel:DWORD src0_sel:WORD_1 src1_sel:BYTE_0\n"
     assert outputs(body).tolist() == [(int(x) >> 16) + (int(x) & 0xFF) for x in DATA]
+    body = (
+        "v_cmp_gt_u32 vcc, 9, v0\nv_mov_b32 v3, 5\nv_cndmask_b32_sdwa v5, v3, v2, vcc dst_sel:DWORD src1_sel:WORD_1\n"
+    )
+    assert outputs(body).tolist() == [int(DATA[k]) >> 16 if k < 9 else 5 for k in range(64)]
     clamped = outputs("v_cvt_f32_u32 v3, v0\nv_fma_f32 v5, -v3, 0.5, |v3| clamp\n").view(np.float32)
     assert clamped.tolist() == [min(lane * 0.5, 1.0) for lane in range(64)]
     swapped = outputs("v_mov_b32 v6, v0\nv_mov_b32 v7, v2\nv_dual_mov_b32 v6, v7 :: v_dual_mov_b32 v7, v6\n"

@@ -202,6 +202,8 @@ def test_exec_masks_and_immediates():
           s_not_b32 s26, 5
           v_mov_b32 v3, s24
           v_mov_b32 v4, s25
+          s_brev_b32 s27, 1
+          s_add_u32 s26, s26, s27
           v_mov_b32 v5, s26
           global_store_dword v1, v3, s[6:7] offset:128
           global_store_dword v1, v4, s[6:7] offset:256
@@ -209,7 +211,7 @@ def test_exec_masks_and_immediates():
         """
         found = assembler.run(body, arch, np.zeros(1), 128, threads=32).reshape(4, 32)
         assert found[0].tolist() == [9, 7, 9, *[7] * 29]
-        assert (found[1] == 0xFFFF8001).all() and (found[2] == 0xFFFFFF80).all() and (found[3] == M32 - 5).all()
+        assert (found[1] == 0xFFFF8001).all() and (found[2] == 0xFFFFFF80).all() and (found[3] == 0x7FFFFFFA).all()
 
 
 def test_loops_and_branches():

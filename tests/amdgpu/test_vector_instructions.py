@@ -177,6 +177,7 @@ ADD = exactly(lambda a, b: a + b)
 REFERENCES = {
     "mov_b32": lambda a: a,
     "not_b32": lambda a: MASK - a,
+    "bfrev_b32": lambda a: int(f"{a:032b}"[::-1], 2),
     "exp_f32": float_function(lambda x: 0.0 if x < -126 else 2.0**x if not math.isnan(x) else x),
     "log_f32": float_function(log2),
     "rcp_f32": float_function(lambda x: 1.0 / x),

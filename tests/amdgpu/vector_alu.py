@@ -54,9 +54,12 @@ def _in_parallel(first, second, machine):
 
 def _decode_one(instruction: Instruction, machine):
     name = instruction.mnemonic.removeprefix("v_")
-    if instruction.mnemonic.startswith("v_cmp"):
+    if instruction.mnemonic.startswith("v_cmp") and instruction.encoding != "sdwa":
         return _compare(instruction, machine)
-    for family in (_moves, _simple, _selects, _carries, _wide, _packed, _mixed, _division, cross_lane.decode):
+    families = (_moves, _simple, _selects)  # these know every encoding, the others only the plain ones
+    if instruction.encoding in ("", "e32", "e64"):
+        families += (_carries, _wide, _packed, _mixed, _division, cross_lane.decode)
+    for family in families:
         run = family(name, instruction, machine)
         if run is not None:
             return run
@@ -187,15 +190,18 @@ def _compare(instruction, machine):
 
 
 def _selects(name, instruction, machine):
-    if name != "cndmask_b32":
+    if name not in ("cndmask_b32", "cndmask_b16"):
         return None
+    kind = "f" if name == "cndmask_b32" else "u"
     target, if_false, if_true, *rest = instruction.operands
     condition = rest[0] if rest else parse_operand("vcc")
-    first_source = _first_source(instruction, machine, "f")
+    first_source = _first_source(instruction, machine, kind)
+    select_false, select_true, _ = _subdword_selects(instruction)
 
     def run(waves):
         otherwise, mask = first_source(if_false, waves)
-        value = np.where(machine.read_mask(condition, waves), machine.read_vector(if_true, waves, kind="f"), otherwise)
+        value = select_true(machine.read_vector(if_true, waves, kind=kind))
+        value = np.where(machine.read_mask(condition, waves), value, select_false(otherwise))
         machine.write_vector(target, waves, value, mask=mask)
 
     return run
@@ -225,9 +231,17 @@ def _carries(name, instruction, machine):
 
 def _wide(name, instruction, machine):
     """64-bit integers in register pairs."""
+    target, *sources = instruction.operands
+    if name == "cvt_f32_f64":
+
+        def narrow(waves):
+            with np.errstate(over="ignore"):
+                value = np.ascontiguousarray(machine.read_vector64(sources[0], waves)).view(F64).astype(F32)
+            machine.write_vector(target, waves, as_bits(value))
+
+        return narrow
     if name not in SIXTY_FOUR:
         return None
-    target, *sources = instruction.operands
 
     def shift(operand, waves):
         return (machine.read_vector(operand, waves) & U32(63)).astype(U64)

@@ -53,6 +53,13 @@ def _permute_bytes(high, low, selectors):
     return result
 
 
+def _reverse_bits(value):
+    """Swap halves, then bytes, nibbles, pairs and neighbours."""
+    for distance, mask in ((16, 0xFFFF), (8, 0xFF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
+        value = ((value >> U32(distance)) & U32(mask)) | ((value & U32(mask)) << U32(distance))
+    return value
+
+
 def _align_bits(high, low, shift):
     return (((high.astype(U64) << U64(32)) | low) >> amount(shift).astype(U64)).astype(U32)
 
@@ -79,6 +86,7 @@ def _round_toward_zero_f16(values):
 ONE = {
     "mov_b32": ("u", lambda a: a, "u"),
     "not_b32": ("u", lambda a: ~a, "u"),
+    "bfrev_b32": ("u", _reverse_bits, "u"),
     "exp_f32": ("f", lambda a: flush(np.exp2(a)), "f"),
     "log_f32": ("f", lambda a: np.log2(flush(a)), "f"),
     "rcp_f32": ("f", lambda a: F32(1) / a, "f"),
