@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,11 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import ScalarFormatter
     except ImportError as error:
         raise ImportError("the picture needs matplotlib: pip install 'loongforge[plot]'") from error
 
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = Figure(figsize=(9.5, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
@@ -103,13 +105,31 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
         curve.sort(key=lambda result: result.peak_mib)
         if curve:
             axes.plot([r.peak_mib for r in curve], [r.step_ms for r in curve], marker, label=label, zorder=3)
-    for result in (result for result in measured if not result.is_ours):
-        axes.plot(result.peak_mib, result.step_ms, "kx")
-        axes.annotate(
-            result.name, (result.peak_mib, result.step_ms), textcoords="offset points", xytext=(5, 3), fontsize=8
-        )
+    peers = [result for result in measured if not result.is_ours]
+    for number, (result, marker) in enumerate(zip(peers, itertools.cycle("XPD^v<>*hd"), strict=False)):
+        color = f"C{2 + number % 8}"
+        axes.plot(result.peak_mib, result.step_ms, marker, color=color, markersize=8, label=result.name)
     axes.axhline(results[0].floor_ms, color="0.6", linewidth=1, label="three GEMMs")
-    axes.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms", xscale="log")
+    axes.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms", xscale="log", yscale="log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
+        axis.set_minor_formatter(ScalarFormatter())
+        axis.set_tick_params(which="minor", labelsize=7)
+    axes.grid(which="both", linewidth=0.3)
     axes.set_title(f"{shape.name}: T={shape.tokens} H={shape.hidden} V={shape.vocab} on {device_name}")
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def redraw(path: Path, shapes: Mapping[str, HeadShape]) -> None:
+    """Draw the pictures of a ``results.json`` again, beside it."""
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    by_shape: dict[str, list[Result]] = {}
+    for line in recorded["results"]:
+        values = {
+            key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value for key, value in line.items()
+        }
+        values.pop("ratio")
+        by_shape.setdefault(line["shape"], []).append(Result(**values))
+    for name, results in by_shape.items():
+        draw(path.with_name(f"{name}.png"), shapes[name], results, recorded["environment"]["device"])

@@ -20,7 +20,7 @@ import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
 from loongforge.bench.measure import SHAPES, HeadShape, Result, floor_ms, make_problem, measure, release
-from loongforge.bench.report import draw, duels, table, write_json
+from loongforge.bench.report import draw, duels, redraw, table, write_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
@@ -38,10 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repetitions", type=int, default=9, help="timed steps, of which the median counts")
     parser.add_argument("--output-dir", type=Path, help="folder for results.json and SHAPE.png; default: print only")
+    parser.add_argument("--redraw", type=Path, metavar="RESULTS_JSON", help="only draw the pictures of earlier results")
 
 
 def run(options: argparse.Namespace) -> list[Result]:
     """Measure, print, write; returns every line."""
+    if options.redraw:
+        redraw(options.redraw, SHAPES)
+        return []
     shapes = [parse_shape(text) for text in options.shapes]
     device, dtype = torch.device(options.device), DTYPES[options.dtype]
     environment = describe(device, dtype)
