@@ -1,0 +1,208 @@
+"""The documents agree with the code, with each other, and with the files they point at."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from loongforge import LossOptions, env
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+READMES = ("README.md", "README_zh.md")
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~$}\]])/[a-z][\w.-]*/[\w./-]*")
+COMMAND_STARTS = ("loongforge/", "scripts/", "tests/", "configs/", "docs/")
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """GitHub's names of the headings."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of every table row, headers and rules left out."""
+    found, lines = [], without_blocks(text).splitlines()
+    for number, line in enumerate(lines):
+        is_header = number + 1 < len(lines) and lines[number + 1].startswith("| ---")
+        if line.startswith("|") and not line.startswith("| ---") and not is_header:
+            found.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return found
+
+
+def option_rows(text: str, names: set[str]) -> dict[str, str]:
+    """name -> default of the rows that describe one of ``names``."""
+    return {cells[0].strip("`"): cells[1].strip("`") for cells in rows(text) if cells[0].strip("`") in names}
+
+
+# ---------------------------------------------------------------- links and words
+
+
+@each_document
+def test_links_resolve(document):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(text_of(document))):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path) if path else document
+        assert file.exists(), f"{target} does not exist"
+        assert file.resolve().is_relative_to(ROOT), f"{target} leaves the repository"
+        if anchor:
+            assert anchor in anchors(text_of(file)), f"{target}: no such heading"
+
+
+@each_document
+def test_files_named_in_commands_and_prose_exist(document):
+    """Words like ``scripts/train.sh`` in code spans and in shell blocks."""
+    text = text_of(document)
+    code = [*re.findall(r"`([^`\n]+)`", without_blocks(text)), *blocks(text, "bash")]
+    for word in re.split(r"[\s'\"=,:]+", " ".join(code)):
+        if word.startswith(COMMAND_STARTS) and not set(word) & set("<>*{}()") and "benchmarks/" not in word:
+            assert (ROOT / word.split("::")[0].split("#")[0]).exists(), f"{word} does not exist"
+
+
+@each_document
+def test_no_path_leaves_the_repository(document):
+    text = text_of(document)
+    assert ABSOLUTE_PATH.findall(text) == []
+    for path in re.findall(r"\.\./[\w./-]+", text):
+        assert (document.parent / path).exists(), f"{path} does not exist"
+
+
+def test_every_document_is_linked_from_the_readme():
+    text = text_of(ROOT / "README.md")
+    for document in DOCUMENTS:
+        if document.name != "README.md" and "benchmarks" not in document.parts:
+            assert f"]({document.relative_to(ROOT).as_posix()})" in text, document.name
+
+
+# ---------------------------------------------------------------- tables and the code
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_environment_table_is_the_list_of_variables(name):
+    listed = [variable for cells in rows(text_of(ROOT / name)) for variable in re.findall(r"LCE_[A-Z_]+", cells[0])]
+    assert sorted(listed) == sorted(env.VARIABLES)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_option_table_is_the_list_of_options(name):
+    expected = {field.name: field.default for field in fields(LossOptions)}
+    listed = option_rows(text_of(ROOT / name), set(expected))
+    assert {option: ast.literal_eval(default) for option, default in listed.items()} == expected
+
+
+def test_training_guide_lists_every_key():
+    from loongforge.train.config_io import SECTIONS
+
+    chapters = re.split(r"^### `", text_of(ROOT / "docs/training.md"), flags=re.MULTILINE)[1:]
+    listed = {chapter.split("`")[0]: chapter for chapter in chapters}
+    assert list(listed) == list(SECTIONS)
+    for section, section_class in SECTIONS.items():
+        expected = {
+            field.name: "required" if field.default is MISSING else str(field.default)
+            for field in fields(section_class)
+        }
+        table = {cells[0].strip("`"): cells[1].strip("`") for cells in rows(listed[section])}
+        assert table == expected, section
+
+
+def test_training_guide_lists_every_config():
+    text = text_of(ROOT / "docs/training.md")
+    for config in (ROOT / "configs").glob("*.yaml"):
+        assert f"(../configs/{config.name})" in text
+
+
+def test_extras_are_those_of_setup():
+    setup = text_of(ROOT / "setup.py")
+    extras = set(re.findall(r'^    "(\w+)": \[', setup, re.MULTILINE)) | set(re.findall(r'EXTRAS\["(\w+)"\] =', setup))
+    assert len(extras) == 8
+    for name in READMES:
+        assert extras <= {cells[0].strip("`") for cells in rows(text_of(ROOT / name))}
+
+
+# ---------------------------------------------------------------- the two languages
+
+
+def test_both_readmes_show_the_same():
+    english, chinese = (text_of(ROOT / name) for name in READMES)
+    for language in ("bash", "python", "text"):
+        assert blocks(english, language) == blocks(chinese, language)
+    assert english.count("\n## ") == chinese.count("\n## ")
+
+    def facts(text):
+        """What needs no translation: code spans, names of formulas and numbers of every row."""
+        return [
+            sorted(re.findall(r"`[^`]+`|[0-9][0-9.]*|[A-Z][A-Za-z]*Error", " ".join(cells))) for cells in rows(text)
+        ]
+
+    assert facts(english) == facts(chinese)
+    links = [
+        sorted(re.findall(r"\]\(([^)]+)\)", text.split("\n", 4)[4])) for text in (english, chinese)
+    ]  # after the line that links each to the other
+    assert links[0] == links[1]
+
+
+# ---------------------------------------------------------------- examples
+
+
+def run(code: str) -> str:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LCE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_the_readme_example_runs():
+    example = blocks(text_of(ROOT / "README.md"), "python")[0]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+    assert re.fullmatch(r"loss \d+\.\d{4}\n", run(example))
+
+
+def test_the_numbers_of_the_mathematics():
+    """The printed figures hold to a factor of two on any machine."""
+    text = text_of(ROOT / "docs/math.md")
+    (code,), (shown,) = blocks(text, "python"), blocks(text, "text")
+    printed, number = run(code), re.compile(r"\d\.\d+e-\d\d")
+    assert number.sub("N", printed) == number.sub("N", shown)
+    for actual, expected in zip(number.findall(printed), number.findall(shown), strict=True):
+        assert 0.5 < float(actual) / float(expected) < 2, (actual, expected)
+
+
+def test_the_plan_of_the_architecture():
+    text = text_of(ROOT / "docs/architecture.md")
+    (code,), (shown,) = blocks(text, "python"), blocks(text, "text")
+    assert run(code) == shown
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="needs megatron-core (loongforge[megatron])")
+def test_the_megatron_example_runs():
+    text = text_of(ROOT / "docs/megatron.md")
+    printed, (shown,) = run(blocks(text, "python")[0]), blocks(text, "text")
+    assert printed.splitlines()[-1] == shown.splitlines()[-1]
+    assert printed.startswith("fused linear cross-entropy in GPTModel, ")
