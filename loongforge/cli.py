@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # At import and at build megatron-core tells of every optional package that is not there.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    # torch 2.13 renames collectives whose old names megatron-core and older torch use.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     try:
         run(options)
     except TrainError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -37,6 +38,15 @@ data:
   split: "80,20,0"
 logging:
   log_interval: 1
+"""
+# Starting Python with torch and megatron-core takes longer than most runs: several share a process.
+_DRIVER = """
+import json, os, sys
+from loongforge.cli import main
+for port, run in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = port
+    if main(run):
+        sys.exit(2)
 """
 
 
@@ -80,12 +90,12 @@ class Ranks:
         """What all ranks printed so far."""
         return "\n".join(log.read_text(encoding="utf-8") for log in self._logs)
 
-    def wait(self, timeout: float = 180.0) -> list[int]:
+    def wait(self, timeout: float = 300.0) -> list[int]:
         """Exit statuses once all have ended."""
         deadline = time.monotonic() + timeout
         return [process.wait(max(0.0, deadline - time.monotonic())) for process in self.processes]
 
-    def wait_for(self, text: str, timeout: float = 120.0) -> None:
+    def wait_for(self, text: str, timeout: float = 240.0) -> None:
         """Until ``text`` was printed."""
         deadline = time.monotonic() + timeout
         while text not in self.output:
@@ -96,15 +106,18 @@ class Ranks:
 
 @pytest.fixture
 def start(tmp_path: Path, config_file: Path, tokens: str) -> Iterator[Callable[..., Ranks]]:
-    """``start(*flags, ranks=2)`` begins a run of `loongforge train` on the test config and token files."""
+    """``start(flags, more_flags, ranks=2)`` begins runs of `loongforge train`, one after the other in the same
+    processes, on the test config and token files."""
     began: list[subprocess.Popen] = []
 
-    def begin(*flags: str, ranks: int = 1) -> Ranks:
-        command = [sys.executable, "-m", "loongforge.cli", "train", "--config", str(config_file), "--data-path", tokens]
+    def begin(*runs: tuple[str, ...], ranks: int = 1) -> Ranks:
+        shared = ["train", "--config", str(config_file), "--data-path", tokens]
+        numbered = [(port, [*shared, *flags]) for port, flags in zip(_free_ports(len(runs)), runs, strict=True)]
+        command = [sys.executable, "-c", _DRIVER, json.dumps(numbered)]
         folder = tmp_path / f"log{len(began)}"
         folder.mkdir()
         logs = [folder / f"rank{rank}" for rank in range(ranks)]
-        processes = [_popen([*command, *flags], log, rank, ranks) for rank, log in enumerate(logs)]
+        processes = [_popen(command, log, rank, ranks) for rank, log in enumerate(logs)]
         began.extend(processes)
         return Ranks(processes, logs)
 
@@ -117,10 +130,10 @@ def start(tmp_path: Path, config_file: Path, tokens: str) -> Iterator[Callable[.
 
 @pytest.fixture
 def train(start: Callable[..., Ranks]) -> Callable[..., str]:
-    """``train(*flags, ranks=2)`` runs to the end, which must be a good one, and returns the output."""
+    """As ``start``, but waits for the end, which must be a good one, and returns the output."""
 
-    def run(*flags: str, ranks: int = 1) -> str:
-        processes = start(*flags, ranks=ranks)
+    def run(*runs: tuple[str, ...], ranks: int = 1) -> str:
+        processes = start(*runs, ranks=ranks)
         assert processes.wait() == [0] * ranks, processes.output
         return processes.output
 
@@ -129,17 +142,15 @@ def train(start: Callable[..., Ranks]) -> Callable[..., str]:
 
 def _popen(command: list[str], log: Path, rank: int, ranks: int) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if ranks > 1:
-        environment.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=_port(log))
+    environment.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
     with log.open("w") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
-def _port(log: Path) -> str:
-    """A free port that the ranks of one run agree on."""
-    agreed = log.parent / "port"
-    if not agreed.exists():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            agreed.write_text(str(probe.getsockname()[1]))
-    return agreed.read_text()
+def _free_ports(count: int) -> list[str]:
+    """Each run meets at a port of its own: the store of the one before may still listen at its port."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
