@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -142,6 +143,27 @@ def test_extras_are_those_of_setup():
     assert len(extras) == 8
     for name in READMES:
         assert extras <= {cells[0].strip("`") for cells in rows(text_of(ROOT / name))}
+
+
+HEADLINE = ("loongforge token 0", "loongforge token all", "megatron native fused", "megatron unfused", "torch.compile")
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_headline_is_what_was_measured(name):
+    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
+    results = {(result["shape"], result["name"]): result for result in measured}
+    (headline,) = re.findall(r"<!-- headline:.*?-->\n(.*?)<!-- /headline -->", text_of(ROOT / name), re.DOTALL)
+    floors = re.findall(r"([0-9.]+) ms", headline)
+    assert len(rows(headline)) == len(HEADLINE)
+    for column, shape in enumerate(("llama3-8b", "dsv3")):
+        assert float(floors[column]) == pytest.approx(results[shape, HEADLINE[0]]["floor_ms"], abs=0.06)
+        for cells, contender in zip(rows(headline), HEADLINE, strict=True):
+            result = results[shape, contender]
+            ratio, peak = map(float, re.findall(r"[0-9.]+", cells[2 + column]))
+            error = re.findall(r"\de-\d+", cells[4])[column]
+            assert ratio == pytest.approx(result["ratio"], abs=0.006), contender
+            assert peak == pytest.approx(result["peak_mib"], abs=0.6), contender
+            assert float(error) == float(f"{result['errors']['loss']:.0e}"), contender
 
 
 # ---------------------------------------------------------------- the two languages
