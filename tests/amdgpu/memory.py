@@ -1,5 +1,6 @@
 """Global memory: real host addresses, of which only registered buffers may be touched."""
 
+import collections
 import ctypes
 
 import numpy as np
@@ -19,6 +20,7 @@ class GlobalMemory:
         self._buffers: dict[int, tuple[int, np.ndarray, bool]] = {}  # address -> size, bytes to the last dword's end
         self._starts = np.empty(0, np.int64)
         self._kept: list = []
+        self.traffic: collections.Counter[tuple[str, int]] = collections.Counter()  # bytes by action and buffer
 
     def add(self, address: int, size: int, writable: bool = True) -> None:
         if not size:
@@ -78,4 +80,5 @@ class GlobalMemory:
                 raise EmulatorError(
                     f"out-of-bounds {what}: bytes {low} to {high} relative to the nearest buffer, of {buffer[0]} bytes"
                 )
+            self.traffic[what, int(start)] += size * offsets.size
             yield chosen, offsets, buffer

@@ -18,6 +18,7 @@ class EmulatedFlyDSLRowKernels(FlyDSLRowKernels):
     def __init__(self, arch: str, seed: int | None = None, compile_variant=launcher) -> None:
         self.arch, self.seed, self.compile_variant = arch, seed, compile_variant
         self.launches: list[tuple[str, str]] = []
+        self.traffic: list[tuple[int, int]] = []  # bytes of logits read and written by each launch
 
     def _arch(self, device) -> Arch:
         return Arch("amd", self.arch)
@@ -31,6 +32,8 @@ class EmulatedFlyDSLRowKernels(FlyDSLRowKernels):
             launch(*addresses(tensors), *numbers, 0)
         assert [sha256 for _, sha256 in emulated.launches] == [_sha256(launch)], "another code object ran"
         self.launches += emulated.launches
+        logits = tensors[0].untyped_storage().data_ptr()
+        self.traffic.append(tuple(emulated.memory.traffic[action, logits] for action in ("load", "store")))
 
 
 @cache

@@ -44,9 +44,9 @@ class Variant:
 
     @property
     def unroll(self) -> int:
-        """128-bit loads in flight per thread: 32 elements; 16 where tanh or weights would cost occupancy."""
-        elements = 16 if self.capped or self.class_weighted else 32
-        return elements // (4 if self.dtype == "float32" else 8)
+        """128-bit loads in flight per thread, as many as leave every wave its registers."""
+        most = 8 if self.kernel == "accumulate" and self.dtype == "float32" else 4
+        return most // 2 if self.capped or self.class_weighted else most
 
     def __str__(self) -> str:
         flags = [name for name in ("scaled", "capped", "uniform", "class_weighted") if getattr(self, name)]
