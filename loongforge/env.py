@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import Literal
 
@@ -77,6 +78,19 @@ def check_labels() -> bool:
 def check_ranks() -> bool:
     """``LCE_CHECK_RANKS``: compare shapes over the tensor-parallel group at every call (synchronises)."""
     return _flag("LCE_CHECK_RANKS")
+
+
+def set_variables(texts: Mapping[str, str]) -> None:
+    """Set them for this process and its children; ``ValueError`` for a bad value or another one already set."""
+    for name, text in texts.items():
+        present = _get(name)
+        if present not in (None, text):
+            raise ValueError(f"{name} is {present} in the environment and {text} on the command line: drop one of them")
+        os.environ[name] = text
+    implementation()
+    logits_budget_mb()
+    for direction in ("FWD", "BWD"):
+        vocab_split_size("generic", direction)
 
 
 def in_force() -> dict[str, str]:

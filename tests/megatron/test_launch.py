@@ -1,0 +1,110 @@
+"""``python -m loongforge.megatron.launch``: an unmodified script runs hooked, or does not run at all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from loongforge.env import VARIABLES
+from loongforge.megatron import is_installed, launch
+from loongforge.megatron.launch import FLAGS, split_flags
+
+pytest.importorskip("megatron.core", reason="needs megatron-core (pip install 'loongforge[megatron]')")
+
+SCRIPT = """
+import os, sys
+from neighbour import VALUE
+from megatron.core.transformer.transformer_config import TransformerConfig
+import loongforge.megatron
+print("ARGUMENTS", sys.argv[1:], __name__, VALUE)
+print("HOOKED", loongforge.megatron.is_installed())
+print("BUDGET", os.environ.get("LCE_LOGITS_BUDGET_MB"))
+TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cross_entropy_fusion_impl="linear")
+"""
+
+
+def run_launch(folder, *arguments, **environment):
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "neighbour.py").write_text("VALUE = 'beside'\n")
+    command = [sys.executable, "-W", "ignore", "-m", "loongforge.megatron.launch", *arguments]
+    variables = {name: text for name, text in os.environ.items() if not name.startswith("LCE_")} | environment
+    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_runs_hooked_with_its_own_arguments(tmp_path):
+    result = run_launch(
+        tmp_path, "--lce-impl", "generic", "script.py", "--lr", "1", "--lce-logits-budget-mb=64",
+        "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert (
+        "ARGUMENTS ['--lr', '1', '--cross-entropy-loss-fusion', '--cross-entropy-fusion-impl', 'linear'] "
+        "__main__ beside" in result.stdout
+    )
+    assert "HOOKED True" in result.stdout and "BUDGET 64" in result.stdout
+    assert "GPTModel" in result.stdout and "implementation generic (asked for" in result.stdout
+    assert "0 fused losses" in result.stdout and "not on the command line" not in result.stdout
+
+
+def test_a_module_runs_too_and_missing_flags_are_pointed_out(tmp_path):
+    result = run_launch(tmp_path, "-m", "script", "--lr", "1")
+    assert result.returncode == 0, result.stderr
+    assert "ARGUMENTS ['--lr', '1'] __main__ beside" in result.stdout
+    assert "'linear' is not on the command line" in result.stdout
+
+
+def test_only_rank_0_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    launch._say("hello")
+    monkeypatch.setenv("RANK", "0")
+    launch._say("hello again")
+    assert capsys.readouterr().out == "loongforge: hello again\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, complaint",
+    [
+        ([], {}, "usage:"),
+        (["script.py", "--lce-imp", "generic"], {}, "unknown flag --lce-imp"),
+        (["script.py", "--lce-impl"], {}, "--lce-impl needs a value"),
+        (["script.py", "--lce-impl", "flydsl"], {}, "impl='flydsl' was asked for"),
+        (["script.py", "--lce-impl", "cuda"], {}, "LCE_IMPL must be one of"),
+        (["script.py", "--lce-logits-budget-mb", "many"], {}, "LCE_LOGITS_BUDGET_MB must be"),
+        (["script.py", "--lce-fwd-vocab-split-size", "0"], {}, "at least 1"),
+        (["script.py", "--lce-impl", "generic"], {"LCE_IMPL": "triton"}, "drop one of them"),
+    ],
+)
+def test_what_cannot_be_met_stops_before_the_script(monkeypatch, arguments, environment, complaint):
+    monkeypatch.setattr(launch, "_run", lambda command: pytest.fail("the script ran"))
+    with pytest.MonkeyPatch.context() as variables:
+        for name in FLAGS.values():
+            variables.delenv(name, raising=False)
+        for name, text in environment.items():
+            variables.setenv(name, text)
+        variables.setattr(launch.env.os, "environ", dict(os.environ))
+        with pytest.raises(SystemExit) as stopped:
+            launch.main(arguments)
+    assert complaint in str(stopped.value) and not is_installed()
+
+
+def test_flags_are_taken_off_wherever_they_stand():
+    variables, rest = split_flags(["a", "--lce-bwd-vocab-split-size=7", "--x", "--lce-impl", "auto", "b"])
+    assert variables == {"LCE_BWD_VOCAB_SPLIT_SIZE": "7", "LCE_IMPL": "auto"} and rest == ["a", "--x", "b"]
+    with pytest.raises(ValueError, match="given twice"):
+        split_flags(["--lce-impl", "auto", "--lce-impl", "generic"])
+    assert set(FLAGS.values()) <= set(VARIABLES)
+
+
+def test_importing_auto_installs(tmp_path):
+    (tmp_path / "one_line.py").write_text(
+        "import loongforge.megatron.auto as auto\nimport loongforge.megatron\n"
+        "print(loongforge.megatron.is_installed(), auto.report)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "one_line.py")],
+        env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.stdout.startswith("True fused linear cross-entropy in GPTModel"), result.stdout + result.stderr
