@@ -46,6 +46,41 @@ def check_inputs(
         raise ValueError("label_smoothing_formula='megatron' divides by V - 1 and needs a vocabulary of at least 2")
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
+    _check_class_weight(class_weight, num_classes)
+
+
+def check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
+    """:func:`check_inputs` for logits that already exist."""
+    for name, tensor in (("logits", logits), ("target", target)):
+        _check_plain_tensor(name, tensor)
+    if logits.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"logits must be bfloat16, float16, float32 or float64, got {logits.dtype}: cast them first")
+    _check_target_dtype(target)
+    if logits.dim() == 0 or logits.shape[-1] == 0 or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logits must be [..., V] and target their leading shape, got {list(logits.shape)} and {list(target.shape)}"
+        )
+    if target.device != logits.device:
+        raise ValueError(f"target is on {target.device}, logits on {logits.device}: move them to one device")
+
+
+def check_reduction(
+    logits: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    normalizer: torch.Tensor | float | None,
+    options: LossOptions,
+    num_classes: int,
+) -> None:
+    """What weighs and divides the losses of existing logits."""
+    _check_normalizer(normalizer, logits, options)
+    if class_weight is not None:
+        _check_plain_tensor("class_weight", class_weight)
+        if class_weight.device != logits.device:
+            raise ValueError(f"class_weight is on {class_weight.device}, logits on {logits.device}: move them together")
+    _check_class_weight(class_weight, num_classes)
+
+
+def _check_class_weight(class_weight: torch.Tensor | None, num_classes: int) -> None:
     if class_weight is not None and (class_weight.shape != (num_classes,) or not class_weight.is_floating_point()):
         raise ValueError(
             f"class_weight must be a float tensor of shape [{num_classes}], the global vocabulary on every rank, "
@@ -84,15 +119,19 @@ def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tens
             raise TypeError(
                 f"{name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}: dequantise or cast it first"
             )
-    if target.dtype not in _LABEL_DTYPES:
-        kind = "class probabilities are not supported" if target.is_floating_point() else "cast it to int64"
-        raise TypeError(f"target must hold integer class indices, got {target.dtype}; {kind}")
+    _check_target_dtype(target)
     autocast = compute_dtype(hidden) != hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype and not (autocast and hidden.dtype != torch.float64):
             raise TypeError(
                 f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them, or run under torch.autocast"
             )
+
+
+def _check_target_dtype(target: torch.Tensor) -> None:
+    if target.dtype not in _LABEL_DTYPES:
+        kind = "class probabilities are not supported" if target.is_floating_point() else "cast it to int64"
+        raise TypeError(f"target must hold integer class indices, got {target.dtype}; {kind}")
 
 
 def _check_weight_shape(

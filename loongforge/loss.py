@@ -143,10 +143,15 @@ def fused_loss(
         class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
     function = LossSum if call.plan.tokens_per_chunk else _LossPerToken
     loss = function.apply(hidden, weight, bias, target_T, class_weight, call)
-    if options.reduction == "none":
+    return reduce_loss(loss, target, target_T, class_weight, normalizer, call)
+
+
+def reduce_loss(loss, target, target_T, class_weight, normalizer, call: Call) -> torch.Tensor:
+    """``options.reduction`` of the losses of single tokens (or of what already is their sum)."""
+    if call.options.reduction == "none":
         return loss.view(target.shape)
     loss = loss.sum()
-    if options.reduction == "sum":
+    if call.options.reduction == "sum":
         return loss
     return loss / _denominator(target_T, class_weight, normalizer, call, loss.dtype)
 
@@ -212,7 +217,7 @@ def linear_cross_entropy(
         RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option.
     """
     return fused_loss(
-        hidden, weight, target, _build(options), bias=bias, normalizer=normalizer, class_weight=class_weight
+        hidden, weight, target, build_options(options), bias=bias, normalizer=normalizer, class_weight=class_weight
     )
 
 
@@ -221,7 +226,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, *, class_weight: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__()
-        self.options = _build(options)
+        self.options = build_options(options)
         self.register_buffer("class_weight", class_weight)
 
     def forward(
@@ -245,7 +250,7 @@ class LinearCrossEntropy(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in named if value != getattr(defaults, name))
 
 
-def _build(options: dict[str, Any]) -> LossOptions:
+def build_options(options: dict[str, Any]) -> LossOptions:
     for name in options:
         if name not in OPTION_NAMES:
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
@@ -254,7 +259,7 @@ def _build(options: dict[str, Any]) -> LossOptions:
     return LossOptions(**options)
 
 
-def _with_options_spelled_out(function: Any) -> None:
+def with_options_spelled_out(function: Any) -> None:
     """Show the fields of LossOptions in ``help()`` and editors without writing the list a second time."""
     signature = inspect.signature(function)
     explicit = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -262,5 +267,5 @@ def _with_options_spelled_out(function: Any) -> None:
     function.__signature__ = signature.replace(parameters=[*explicit, *fields])
 
 
-_with_options_spelled_out(linear_cross_entropy)
-_with_options_spelled_out(LinearCrossEntropy.__init__)
+with_options_spelled_out(linear_cross_entropy)
+with_options_spelled_out(LinearCrossEntropy.__init__)

@@ -1,0 +1,157 @@
+"""``cross_entropy(logits, target)`` for logits that already exist, on the same row kernels as the fused operation.
+
+Forward reads the logits once; backward reads them once and writes their gradient once, over the logits themselves when
+``inplace_backward`` says so.  The algebra of the options, the labels and the reductions are those of
+:mod:`loongforge.loss`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from loongforge import checks, env
+from loongforge.call import Call, Labels, formula_of, reduce_statistics, refusing_second_derivatives
+from loongforge.dispatch import row_kernels
+from loongforge.kernels.interface import RowStats
+from loongforge.loss import build_options, reduce_loss, with_options_spelled_out
+from loongforge.options import LossOptions
+from loongforge.parallel import VocabParallel
+from loongforge.plan import plan_chunks
+
+
+class _LossPerToken(torch.autograd.Function):
+    """(logits [T, V], target [T], class_weight) -> loss [T]."""
+
+    @staticmethod
+    def forward(ctx, logits, target_T, class_weight, call: Call, inplace: bool):  # noqa: D102
+        labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
+        stats = _empty_stats(logits, call)
+        if logits.shape[0]:
+            first_class, rows = _shard(call)
+            weight = class_weight[first_class : first_class + rows] if _is_weighted(class_weight, call) else None
+            call.kernels.accumulate(
+                logits[:, :rows], target_T - first_class, 0, stats, call.options.transform, weight
+            )  # fmt: skip
+        reduce_statistics(stats, call.parallel)
+        ctx.save_for_backward(logits, target_T, class_weight, stats.max_T, stats.sum_exp_T)
+        ctx.call, ctx.inplace = call, inplace
+        return labels.mark_(formula.loss(stats))
+
+    @staticmethod
+    @refusing_second_derivatives
+    def backward(ctx, grad_loss_T):  # noqa: D102
+        call: Call = ctx.call
+        logits, target_T, class_weight, max_T, sum_exp_T = ctx.saved_tensors
+        grad_loss_T = Labels.of(target_T, call).mark_(grad_loss_T.to(max_T.dtype, copy=True))
+        coefficients = formula_of(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
+        first_class, rows = _shard(call)
+        grad = logits.detach() if ctx.inplace else logits.detach().clone(memory_format=torch.contiguous_format)
+        if ctx.inplace:  # whoever else saved these logits gets torch's error about modified tensors
+            torch.autograd.graph.increment_version(logits)
+        grad[:, rows:] = 0  # padded rows take no part in the softmax
+        if logits.shape[0]:
+            weight = class_weight[first_class : first_class + rows] if _is_weighted(class_weight, call) else None
+            call.kernels.gradient_(
+                grad[:, :rows], target_T - first_class, 0, coefficients, call.options.transform, weight
+            )  # fmt: skip
+        return grad, None, None, None, None
+
+
+def _is_weighted(class_weight: torch.Tensor | None, call: Call) -> bool:
+    """Whether the row kernels need the class weights: only label smoothing sums over classes."""
+    return class_weight is not None and call.options.label_smoothing != 0
+
+
+def _shard(call: Call) -> tuple[int, int]:
+    """First class of this rank and how many of its columns are classes."""
+    return call.parallel.rank * call.rows_per_rank, call.plan.vocab_rows
+
+
+def _empty_stats(logits: torch.Tensor, call: Call) -> RowStats:
+    zeros_T = logits.new_zeros(logits.shape[0], dtype=torch.promote_types(logits.dtype, torch.float32))
+    weighted_sum_T = zeros_T.clone() if call.options.label_smoothing else None
+    return RowStats(torch.full_like(zeros_T, -torch.inf), zeros_T, zeros_T.clone(), weighted_sum_T)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    normalizer: torch.Tensor | float | None = None,
+    class_weight: torch.Tensor | None = None,
+    inplace_backward: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Cross-entropy of existing logits, without an fp32 copy of them or a tensor of probabilities.
+
+    Args:
+        logits: [..., V]; bf16, fp16, fp32 or fp64.  Under ``tp_group`` this rank's columns.
+        target: [...] integer *global* class indices; the leading shape of logits.
+        normalizer, class_weight: as in :func:`loongforge.linear_cross_entropy`.
+        inplace_backward: backward writes the gradient over ``logits``, which must not be used afterwards.
+        **options: fields of :class:`loongforge.LossOptions`; ``sequence_parallel`` and ``logits_budget_mb`` have no
+            meaning here and are refused.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64 logits): a scalar, or target's shape for ``reduction="none"``.
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together, unknown options.
+        RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option.
+    """
+    built = build_options(options)
+    parallel = VocabParallel.from_group(built.tp_group, False)
+    _check(logits, target, built, inplace_backward)
+    logits_TV = logits.reshape(-1, logits.shape[-1])
+    if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:
+        logits_TV = logits_TV.contiguous()
+    if inplace_backward and logits_TV.data_ptr() != logits.data_ptr():
+        raise ValueError(f"inplace_backward needs logits that flatten to [T, V] without a copy, got {_layout(logits)}")
+    target_T = target.reshape(-1).long()
+    call = _prepare_call(logits_TV, built, parallel)
+    checks.check_reduction(logits, class_weight, normalizer, built, call.num_classes)
+    if env.check_labels():
+        out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
+        checks.check_labels_in_range(target, out_of_range, call.num_classes)
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
+    loss_T = _LossPerToken.apply(logits_TV, target_T, class_weight, call, inplace_backward)
+    return reduce_loss(loss_T, target, target_T, class_weight, normalizer, call)
+
+
+def _prepare_call(logits_TV: torch.Tensor, options: LossOptions, parallel: VocabParallel) -> Call:
+    num_tokens, columns = logits_TV.shape
+    num_classes = options.vocab_size or columns * parallel.size
+    rows = min(max(num_classes - parallel.rank * columns, 0), columns)
+    kernels = row_kernels(logits_TV.device, options, logits_TV.dtype)
+    return Call(
+        options=options,
+        parallel=parallel,
+        kernels=kernels,
+        tiles=None,
+        plan=plan_chunks(kernels.name, num_tokens, 1, rows, logits_TV.element_size()),
+        dtype=logits_TV.dtype,
+        num_classes=num_classes,
+        rows_per_rank=columns,
+        needs_grad=logits_TV.requires_grad,
+        reservation=None,
+        weight_grad_sink=None,
+    )
+
+
+def _check(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, inplace_backward: bool) -> None:
+    checks.check_logits(logits, target)
+    for name in ("sequence_parallel", "logits_budget_mb"):
+        if getattr(options, name) not in (False, None):
+            raise ValueError(f"{name} has no meaning for logits that exist: use loongforge.linear_cross_entropy")
+    if inplace_backward and logits.is_leaf and logits.requires_grad:
+        raise ValueError("inplace_backward would make a leaf's own data its gradient: leave it False for leaf logits")
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+with_options_spelled_out(cross_entropy)
