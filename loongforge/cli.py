@@ -24,9 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     del options["command"]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # At import and at build megatron-core tells of every optional package that is not there.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
-    # torch 2.13 renames collectives whose old names megatron-core and older torch use.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    for module in (r"megatron\.core", r"loongforge\.megatron\.cpu"):  # the second calls on behalf of the first
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    # Notices to developers about megatron-core's use of torch.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         run(options)
     except TrainError as error:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from loongforge.train.config import TrainConfig
 from loongforge.train.distributed import Layout
@@ -31,6 +32,8 @@ MARKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED = "unfinished_"
 # Fields that may change between saving and loading without changing the shape or meaning of a weight.
 _FREE_FIELDS = ("seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "make_vocab_size_divisible_by")
+# torch, pickle and Megatron each raise their own.
+_READ_ERRORS = (Exception, CheckpointException)
 _OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
@@ -117,11 +120,8 @@ def load_checkpoint(config: TrainConfig, state: TrainState, layout: Layout, voca
     wanted = _sharded_state(state, layout, is_loading=True, weights_only=weights_only)
     try:
         loaded = dist_checkpointing.load(wanted, str(path))
-    except Exception as error:  # torch, pickle and Megatron each raise their own
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read: {type(error).__name__}: {error}; an earlier one can be chosen with "
-            "--ckpt-step"
-        ) from error
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
     bare_model(state.model).load_state_dict(loaded["model"])
     if weights_only:
         state.optimizer.reload_model_params()
@@ -160,14 +160,18 @@ def _read_common(path: Path) -> dict[str, Any]:
 
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-    except Exception as error:  # torch, pickle and Megatron each raise their own
-        raise CheckpointError(
-            f"checkpoint {path} cannot be read: {type(error).__name__}: {error}; an earlier one can be chosen with "
-            "--ckpt-step"
-        ) from error
+    except _READ_ERRORS as error:
+        raise _unreadable(path, error) from error
     if "model_config" not in common:
         raise CheckpointError(f"checkpoint {path} was not written by `loongforge train`: it has no model_config")
     return common
+
+
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointException):  # holds each rank's error and traceback
+        error = next(iter(error.failures.values()))[0]
+    reason = f"{type(error).__name__}: {error}".strip(": \n").splitlines()[0]
+    return CheckpointError(f"checkpoint {path} cannot be read: {reason}; choose an earlier one with --ckpt-step")
 
 
 def _require_continuable(

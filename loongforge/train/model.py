@@ -9,6 +9,7 @@ import torch
 
 from loongforge.train.config import TrainConfig
 from loongforge.train.errors import ConfigError, require_packages
+from loongforge.train.local_layers import local_block_spec, local_layer_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,24 +94,28 @@ def build_gpt(config: TrainConfig, megatron_config: Any, vocab_size: int) -> tor
     model, use_te = config.model, config.training.transformer_impl == "transformer_engine"
     if use_te:
         require_packages("transformer_engine", extra="te")
-        layer_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        layer_spec = block_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     else:
-        layer_spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization)
+        layer_spec = local_layer_spec(model.normalization)
+        block_spec = local_block_spec(megatron_config, layer_spec)
     mtp_spec = None
     if model.mtp_num_layers:
         mtp_spec = gpt_layer_specs.get_gpt_mtp_block_spec(megatron_config, layer_spec, use_transformer_engine=use_te)
-    return GPTModel(
-        config=megatron_config,
-        transformer_layer_spec=layer_spec,
-        vocab_size=padded_vocab_size(config, vocab_size),
-        max_sequence_length=model.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        mtp_block_spec=mtp_spec,
-    )
+    try:
+        return GPTModel(
+            config=megatron_config,
+            transformer_layer_spec=block_spec,
+            vocab_size=padded_vocab_size(config, vocab_size),
+            max_sequence_length=model.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_base=model.rotary_base,
+            mtp_block_spec=mtp_spec,
+        )
+    except AssertionError as error:
+        raise ConfigError(f"megatron-core cannot build this model: {error}") from error
 
 
 def build_train_state(config: TrainConfig, vocab_size: int, device: torch.device) -> TrainState:

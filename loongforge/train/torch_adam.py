@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from loongforge.train.errors import CheckpointError
+
 
 def allocate_state(optimizer: Any) -> None:
     """Give a fresh AdamW the state it would have before its first step: Megatron asserts that there is a step count."""
@@ -35,6 +37,8 @@ def step_count(optimizer: Any) -> float | None:
 def restore_step_count(optimizer: Any, count: float | None) -> None:
     """Megatron leaves the distributed optimizer's counts at 0, and one tensor shared by all parameters elsewhere."""
     for adam in _torch_adams(optimizer):
+        if count is None:
+            raise CheckpointError("the checkpoint was written with the Adam of Apex or Transformer Engine: install it")
         for state in adam.state.values():
             state["step"] = torch.full_like(state["step"], count)
 
