@@ -96,3 +96,14 @@ def run(
     emulator = Emulator(kernel(body, arch, lds), arch, memory, seed=seed)
     emulator.launch("kernel", (groups, 1, 1), (threads, 1, 1), arguments)
     return output
+
+
+LANES = np.arange(64, dtype=np.uint32)
+DATA = (LANES * 2654435761).astype(np.uint32)
+LOAD = "global_load_dword v2, v1, s[4:5]\n"
+STORE = "global_store_dword v1, v5, s[6:7]\n"
+
+
+def outputs(body: str, arch: str = "gfx942", data: np.ndarray = DATA, **options) -> np.ndarray:
+    """What a body makes in ``v5`` of ``data`` in ``v2``, one value per lane of 64."""
+    return run(LOAD + body + STORE, arch, data, 64, **options)

@@ -35,6 +35,7 @@ ORDER = (
     "call",
     "gradients_in_forward",
     "loss",
+    "cross_entropy",
     "__init__",
     "megatron",
     "integrations",
@@ -200,7 +201,7 @@ def test_import_and_generic_path_without_optional_packages():
 
 
 def test_public_surface():
-    assert loongforge.__all__ == ["LinearCrossEntropy", "LossOptions", "linear_cross_entropy"]
+    assert loongforge.__all__ == ["LinearCrossEntropy", "LossOptions", "cross_entropy", "linear_cross_entropy"]
     assert all(hasattr(loongforge, name) for name in loongforge.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", loongforge.__version__)
 
