@@ -130,9 +130,19 @@ def test_float16_with_loss_scale_65536_and_a_mean_over_16384_tokens(budget, monk
     for mine, true, name in zip(ours, truth, ("loss", "grad_hidden", "grad_weight", "grad_bias"), strict=True):
         assert mine.isfinite().all()
         assert relative(mine, true) < 2e-3, name
-    # And without a loss scale: below float16's smallest normal number, yet not lost on the way there.
-    ours = loss_and_gradients(with_options(logits_budget_mb=budget), inputs.leaves(), scale / 65536)
-    assert relative(ours[2], truth[2] / 65536) < 2e-3
+
+
+@pytest.mark.parametrize("budget", (0, "all"))
+@pytest.mark.parametrize(("size", "gradient"), ((1e-2, 524288.0), (300.0, 1e-6)), ids=("overflow", "underflow"))
+def test_float16_logit_gradients_beyond_its_range(size, gradient, budget):
+    """524288 * p overflows and 1e-6 * p underflows, while grad_weight and the like are ordinary numbers."""
+    inputs = make_inputs(24, 8, 120, torch.float16, ignored=0.0)
+    inputs.hidden, inputs.weight = inputs.hidden * size, inputs.weight / size if size > 1 else inputs.weight * size
+    upstream = torch.tensor(gradient, dtype=torch.float64)
+    ours = loss_and_gradients(with_options(reduction="sum", logits_budget_mb=budget), inputs.leaves(), upstream)
+    truth = loss_and_gradients(oracle(LossOptions(reduction="sum")), inputs.leaves(torch.float64), upstream)
+    for mine, true in zip(ours, truth, strict=True):
+        assert relative(mine, true.half()) < 3e-3
 
 
 def test_float16_keeps_tokens_of_very_different_upstream_gradients():
