@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +18,7 @@ import torch
 
 from loongforge import env
 from loongforge.arch import Arch, detect
-from loongforge.kernels.interface import RowKernels, TileKernels
+from loongforge.kernels.interface import LogitTransform, RowKernels, TileKernels
 from loongforge.options import LossOptions
 
 logger = logging.getLogger("loongforge")
@@ -122,8 +123,34 @@ def requested_implementation(options: LossOptions) -> str:
 def row_kernels(device: torch.device, options: LossOptions, dtype: torch.dtype) -> RowKernels:
     """The row kernels for tensors on ``device``; logs the choice once per device, dtype and request."""
     choice = choose(device, options, dtype)
+    failure = _unusable(choice.impl, device, dtype, options.transform, options.label_smoothing != 0)
+    if failure is not None:
+        if requested_implementation(options) != "auto":
+            raise failure
+        choice = _without(choice.impl, failure, detect(device), options, dtype)
     _log_once(str(choice))
     return _load(choice.impl)
+
+
+@cache
+def _unusable(
+    impl: str, device: torch.device, dtype: torch.dtype, transform: LogitTransform, uniform: bool
+) -> RuntimeError | None:
+    """Why kernels that are compiled ahead (FlyDSL's) cannot be: too old a package, a compiler that fails."""
+    if impl != "flydsl":
+        return None
+    try:
+        _load(impl).prepare(device, dtype, transform, uniform)
+    except RuntimeError as failure:
+        return failure
+    return None
+
+
+def _without(impl: str, failure: RuntimeError, arch: Arch, options: LossOptions, dtype: torch.dtype) -> Choice:
+    """The next choice after ``impl`` failed, with a warning that carries the real exception."""
+    choice = select(arch, options, dtype, missing=lambda name: str(failure) if name == impl else missing_package(name))
+    _warn_once(f"{failure}; the output layer uses {choice.impl} instead")
+    return choice
 
 
 def choose(device: torch.device, options: LossOptions, dtype: torch.dtype) -> Choice:
@@ -148,6 +175,11 @@ def _load_tiles() -> TileKernels:
 def _load(impl: str) -> RowKernels:
     entry = next(entry for entry in _IMPLEMENTATIONS if entry.name == impl)
     return getattr(importlib.import_module(entry.module), entry.class_name)()
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
 @cache
