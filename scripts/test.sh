@@ -8,4 +8,11 @@ bash scripts/install.sh all,dev
 python=.venv/bin/python
 # The hook is tested against later releases of megatron-core too, unpacked beside the installed one.
 "$python" scripts/fetch_megatron_wheels.py
+# The AMD kernels run on an emulator that decodes with LLVM 22; without it those tests skip and say what to install.
+if ! command -v llvm-mc-22 >/dev/null || ! command -v ld.lld-22 >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        { apt-get update -qq && apt-get install -yqq llvm-22 lld-22; } >/dev/null 2>&1 ||
+            echo "test: llvm-22 and lld-22 could not be installed; the tests on the AMD emulator will skip" >&2
+    fi
+fi
 exec "$python" -m pytest "$@"
