@@ -111,10 +111,10 @@ def _fold_tile(x, lane_max, lane_sum):
 
 @triton.jit
 def _weighted(x, class_weight_ptr, column, valid):
-    """``class_weight * x``, and 0 where the column does not exist."""
+    """``class_weight * x``; columns that do not exist were loaded as 0 and stay 0."""
     if class_weight_ptr is not None:
         x = x * tl.load(class_weight_ptr + column, mask=valid, other=0.0)
-    return tl.where(valid, x, 0.0)
+    return x
 
 
 # Every pointer and number: the kernels find out about alignment themselves.

@@ -199,17 +199,18 @@ def test_each_coefficient_alone_makes_a_row_active(which):
 def test_labels_elsewhere_leave_the_label_logit_alone():
     """-1, another rank's and another chunk's labels; 64-bit class numbers."""
     first_class = 2**31 + 5
-    rows_TC = random_logits(6, 12, torch.float32)
-    label_T = torch.tensor([-1, 0, first_class - 1, first_class + 12, first_class, first_class + 11], device=DEVICE)
-    stats = new_stats(6, torch.float32)
+    rows_TC = random_logits(7, 12, torch.float32)
+    elsewhere = [-1, 0, first_class - 1, first_class + 12, first_class + 2**32 + 3]
+    label_T = torch.tensor([*elsewhere, first_class, first_class + 11], device=DEVICE)
+    stats = new_stats(7, torch.float32)
     stats.label_logit_T.fill_(5.0)
     KERNELS.accumulate(rows_TC, label_T, first_class, stats, IDENTITY)
-    assert stats.label_logit_T.tolist() == [5.0] * 4 + [rows_TC[4, 0].item(), rows_TC[5, 11].item()]
-    one_T = torch.ones(6, device=DEVICE)
+    assert stats.label_logit_T.tolist() == [5.0] * 5 + [rows_TC[5, 0].item(), rows_TC[6, 11].item()]
+    one_T = torch.ones(7, device=DEVICE)
     before = rows_TC.clone()
     KERNELS.gradient_(rows_TC, label_T, first_class, RowCoefficients(stats.max_T, 0 * one_T, one_T, None), IDENTITY)
     hits = torch.zeros_like(before)
-    hits[4, 0] = hits[5, 11] = -1.0
+    hits[5, 0] = hits[6, 11] = -1.0
     assert torch.equal(rows_TC, hits)
 
 
