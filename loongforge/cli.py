@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import warnings
@@ -14,11 +15,12 @@ from loongforge.train.errors import TrainError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 after an error that was explained in one line."""
+    """Run one command; returns the exit status: 0, 1 where doctor finds a problem, 2 after an explained error."""
     parser = argparse.ArgumentParser(prog="loongforge", description="The fused output layer of language models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_preprocess(commands)
+    _add_doctor(commands)
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
     del options["command"]
@@ -29,11 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Notices to developers about megatron-core's use of torch.
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        run(options)
+        return run(options) or 0
     except TrainError as error:
         print(f"loongforge: error: {error}", file=sys.stderr, flush=True)
         return 2
-    return 0
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -98,6 +99,26 @@ def _preprocess(options: dict) -> None:
         f"{counts.documents:,} documents, {counts.characters:,} characters -> {counts.tokens:,} tokens, "
         f"vocabulary {counts.vocab_size}: {prefix}.bin, {prefix}.idx, {prefix}.tokenizer.json"
     )
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is installed and chosen, and test it on this machine",
+        description="Versions, devices, the implementation chosen and why, the Megatron hook, LCE_* variables, and a "
+        "short test of correctness on every device.  Exit status 1 where something is wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: dict) -> int:
+    from loongforge.doctor import describe, examine
+
+    report = examine()
+    print(json.dumps(report, indent=2) if options["json"] else describe(report))
+    return 0 if report["healthy"] else 1
 
 
 if __name__ == "__main__":  # saving a checkpoint starts a helper process that imports this module
