@@ -26,4 +26,6 @@ echo "== training; curves: .venv/bin/tensorboard --logdir $run/tensorboard"
     --save "$run/checkpoints" --tensorboard-dir "$run/tensorboard"
 
 echo "== the same 20 steps, fused and unfused"
-"$loongforge" train --config configs/tiny.yaml --data-path "$data/text" --compare-unfused 20
+# torch's profiler announces itself on stderr.
+"$loongforge" train --config configs/tiny.yaml --data-path "$data/text" --compare-unfused 20 \
+    2> >(grep -v -e '^USDT:' -e 'CPUAllocator.cpp' >&2)
