@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 EXTRAS = {
     # megatron-core 0.16.1 is the newest for Python 3.11, 0.17 and newer need 3.12; saving a checkpoint needs psutil.
     "megatron": ["megatron-core>=0.16.1,<0.20", "psutil>=5.9"],
-    "triton": ["triton>=3.1; platform_system == 'Linux'"],
+    "triton": ["triton>=3.4; platform_system == 'Linux'"],
     "flydsl": ["flydsl>=0.5; platform_system == 'Linux' and platform_machine == 'x86_64'"],
     "te": ["transformer-engine[pytorch]>=2.0"],
     "train": ["pyyaml>=6.0", "tensorboard>=2.15", "tokenizers>=0.19", "tqdm>=4.65"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ logger = logging.getLogger("loongforge")
 
 FLYDSL_ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
 OLDEST_TRITON_NVIDIA = 80
+OLDEST_TRITON = (3, 4)
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,20 @@ def missing_package(name: str) -> str | None:
     implementation = next(entry for entry in _IMPLEMENTATIONS if entry.name == name)
     if importlib.util.find_spec(implementation.module) is None:
         return f"this version of loongforge has no {name} row kernels yet"
-    if implementation.needs is None or importlib.util.find_spec(implementation.needs) is not None:
+    if implementation.needs is None:
         return None
-    return f"the package {implementation.needs} is not installed (pip install 'loongforge[{name}]')"
+    if importlib.util.find_spec(implementation.needs) is None:
+        return f"the package {implementation.needs} is not installed (pip install 'loongforge[{name}]')"
+    return _too_old(implementation.needs, name) if name == "triton" else None
+
+
+@cache
+def _too_old(package: str, extra: str) -> str | None:
+    version = importlib.import_module(package).__version__
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= OLDEST_TRITON:
+        return None
+    oldest = ".".join(map(str, OLDEST_TRITON))
+    return f"{package} {version} is too old, {oldest} or newer is needed (pip install 'loongforge[{extra}]')"
 
 
 def select(

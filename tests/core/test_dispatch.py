@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -148,3 +149,15 @@ def test_the_choice_is_logged_once(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
     assert "generic (device cpu)" in lines[0] and "not triton: needs an NVIDIA GPU" in lines[0]
+
+
+@pytest.mark.parametrize("version, works", [("3.3.1", False), ("3.4.0", True), ("3.10.0+rocm6.4", True), ("4.0", True)])
+def test_an_old_triton_is_refused_with_both_versions(monkeypatch, version, works):
+    package = type(sys)("an_old_triton")
+    package.__version__ = version
+    monkeypatch.setitem(sys.modules, "an_old_triton", package)
+    dispatch._too_old.cache_clear()
+    obstacle = dispatch._too_old("an_old_triton", "triton")
+    dispatch._too_old.cache_clear()
+    assert (obstacle is None) == works
+    assert works or (version in obstacle and "3.4 or newer" in obstacle and "loongforge[triton]" in obstacle)
