@@ -46,7 +46,12 @@ def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(1, ()), (2, TENSOR_PARALLEL), (2, (*SHARDED, "--bf16", "--untie-embeddings-and-output-weights"))],
+    [
+        (1, ()),
+        (2, TENSOR_PARALLEL),
+        # Every parameter a multiple of 64 long: Megatron saves the gaps between others, which nobody initialises.
+        (2, (*SHARDED, "--bf16", "--untie-embeddings-and-output-weights", "--hidden-size", "64")),
+    ],
     ids=["one process", "tensor and sequence parallel", "distributed optimizer in bf16"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(train, tmp_path, ranks, flags):
