@@ -121,6 +121,7 @@ def prepare_call(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    has_class_weight: bool,
     num_tokens: int,
     options: LossOptions,
     parallel: VocabParallel,
@@ -132,12 +133,12 @@ def prepare_call(
     rows_per_rank = weight.shape[0]
     num_classes = options.vocab_size or rows_per_rank * parallel.size
     vocab_rows = min(max(num_classes - parallel.rank * rows_per_rank, 0), rows_per_rank)
-    kernels = row_kernels(hidden.device, options, dtype)
+    kernels = row_kernels(hidden.device, options, dtype, has_class_weight)
     needs_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     reservation, kept_bytes, in_forward = None, 0, False
-    if needs_grad:
+    if needs_grad and not _will_be_run_again():
         reservation = logits_budget.reserve(options, num_tokens, vocab_rows, dtype.itemsize, gradient_bytes)
         kept_bytes, in_forward = reservation.logits_bytes, reservation.for_gradients
     return Call(
@@ -155,3 +156,13 @@ def prepare_call(
         reservation=reservation,
         weight_grad_sink=weight_grad_sink,
     )
+
+
+def _will_be_run_again() -> bool:
+    """Whether this forward runs under ``torch.utils.checkpoint``, which drops what it saves and runs it once more.
+
+    Kept logits would stay alive until then, and the second run, with another share of the budget, might save other
+    tensors than the first, which checkpointing refuses.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -32,10 +32,11 @@ def check_inputs(
     """Raise ``TypeError`` or ``ValueError`` unless the tensors fit together; never synchronises with the host."""
     named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
     for name, tensor in named.items():
-        if tensor is not None:
+        if tensor is not None or name in ("hidden", "weight", "target"):
             _check_plain_tensor(name, tensor)
             if tensor.device != hidden.device:
                 raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
+            _check_has_data(name, tensor)
     _check_dtypes(hidden, weight, target, bias)
     _check_weight_shape(weight, hidden, options, parallel)
     _check_target_shape(hidden, target, parallel)
@@ -101,6 +102,12 @@ def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOpt
             )
     elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number or a scalar tensor, got {type(normalizer).__name__}")
+
+
+def _check_has_data(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.layout != torch.strided:
+        kind = "a meta tensor" if tensor.is_meta else f"layout {tensor.layout}"
+        raise TypeError(f"{name} must be a dense tensor with data, got {kind}")
 
 
 def _check_plain_tensor(name: str, tensor: object) -> None:

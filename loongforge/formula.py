@@ -84,7 +84,7 @@ def scaled_for_float16(
         size_T = size_T + uniform_T.abs() * (1.0 if class_weight is None else class_weight.abs().max())
     size_T = torch.cat([size_T.where(size_T.isfinite(), 0.0), size_T.new_zeros(1)])
     _, exponent = torch.frexp(size_T.max() * abs(logit_scale))
-    scale = torch.ldexp(torch.ones_like(sum_exp_T[:1]).sum(), (13 - exponent).clamp(-100, 100))
+    scale = torch.ldexp(sum_exp_T.new_ones(()), (13 - exponent).clamp(-100, 100))
     scaled = RowCoefficients(
         coefficients.max_T,
         coefficients.softmax_over_sum_T * scale,

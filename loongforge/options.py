@@ -57,12 +57,19 @@ class LossOptions:
         _one_of("reduction", self.reduction, REDUCTIONS)
         _one_of("impl", self.impl, IMPLEMENTATIONS)
         _one_of("label_smoothing_formula", self.label_smoothing_formula, SMOOTHING_FORMULAS)
-        _integer("ignore_index", self.ignore_index)
+        if not -(2**63) <= _integer("ignore_index", self.ignore_index) < 2**63:
+            raise ValueError(f"ignore_index must fit 64 bits, got {self.ignore_index}")
         _number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0.0 <= x < 1.0)
         _number("z_loss_weight", self.z_loss_weight, "finite and >= 0", lambda x: x >= 0.0)
-        _number("logit_scale", self.logit_scale, "finite and not 0", lambda x: x != 0.0)
+        # The statistics are float32: far from 1e38 and 1e-38, so that products with logits stay finite there.
+        _number(
+            "logit_scale",
+            self.logit_scale,
+            "finite and not 0 (of magnitude 1e-30 to 1e30)",
+            lambda x: 1e-30 <= abs(x) <= 1e30,
+        )
         if self.softcap is not None:
-            _number("softcap", self.softcap, "None, or finite and > 0", lambda x: x > 0.0)
+            _number("softcap", self.softcap, "finite and > 0 (1e-30 to 1e30), or None", lambda x: 1e-30 <= x <= 1e30)
         if self.vocab_size is not None and _integer("vocab_size", self.vocab_size) < 1:
             raise ValueError(f"vocab_size must be None or at least 1, got {self.vocab_size}")
         if not isinstance(self.sequence_parallel, bool):

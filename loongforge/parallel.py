@@ -24,9 +24,11 @@ class VocabParallel:
 
     @classmethod
     def from_group(cls, group: Any, sequence_parallel: bool = False) -> VocabParallel:
-        """Read rank and size from ``group``; ``ValueError`` where this process is not a member."""
+        """Read rank and size from ``group``; ``TypeError``, ``ValueError`` where it is none or not this process's."""
         if group is None:
             return cls()
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
         rank = dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"tp_group must be a group that this process (global rank {dist.get_rank()}) belongs to")

@@ -230,7 +230,8 @@ class LogitsBudget:
         limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
         wanted = num_tokens * vocab_rows * itemsize
         with self._lock:
-            free = wanted if limit == "all" else max(0, int(limit) * _MIB - self._settle())
+            in_use = self._settle()
+            free = wanted if limit == "all" else max(0, int(limit) * _MIB - in_use)
             if free < wanted and gradient_bytes is not None and gradient_bytes <= free:
                 reservation = Reservation(self, gradient_bytes, for_gradients=True)
             else:

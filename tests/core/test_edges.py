@@ -1,0 +1,98 @@
+"""Edges that ordinary shapes and tensors do not reach."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from loongforge import LossOptions, linear_cross_entropy
+from loongforge import plan as planning
+from loongforge.plan import logits_budget
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("reduction", ("none", "sum", "mean"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_tokens_give_zero_gradients(dtype, reduction):
+    hidden = torch.randn(0, 5).to(dtype).requires_grad_()
+    weight = torch.randn(31, 5).to(dtype).requires_grad_()
+    bias = torch.zeros(31, dtype=dtype, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.long)
+    linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction).sum().backward()
+    assert hidden.grad.shape == (0, 5)
+    assert torch.equal(weight.grad, torch.zeros_like(weight)) and torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+@pytest.mark.parametrize("budget_copies", (0.0, 0.5, 0.9, 1.0, 1.5, "all"))
+def test_activation_checkpointing_at_every_budget(monkeypatch, budget_copies, reduction, reentrant):
+    """The second run of a checkpointed forward must choose as the first did, and the first must keep no logits."""
+    monkeypatch.setattr(planning, "_MIB", 1)
+    num_tokens, num_classes = 300, 2111
+    copy = num_tokens * num_classes * 4
+    budget = "all" if budget_copies == "all" else int(copy * budget_copies)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 8, generator=generator).requires_grad_()
+    weight = torch.randn(num_classes, 8, generator=generator).requires_grad_()
+    target = torch.randint(0, num_classes, (num_tokens,), generator=generator)
+
+    def head(hidden, weight):
+        return linear_cross_entropy(hidden * 1, weight, target, reduction=reduction, logits_budget_mb=budget)
+
+    loss = checkpoint(head, hidden, weight, use_reentrant=reentrant)
+    gc.collect()
+    assert logits_budget.bytes_in_use == 0, "logits outlive a forward that is going to run again"
+    grads = torch.autograd.grad(loss.sum(), (hidden, weight)) if not reentrant else None
+    if reentrant:
+        loss.sum().backward()
+        grads = hidden.grad, weight.grad
+    plain = torch.autograd.grad(head(hidden, weight).sum(), (hidden, weight))
+    for actual, expected in zip(grads, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert logits_budget.bytes_in_use == 0
+
+
+def test_the_budget_remembers_nothing_of_past_steps():
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    for _ in range(20):
+        linear_cross_entropy(hidden, weight, torch.arange(8), logits_budget_mb="all").backward()
+    assert len(logits_budget._returned) <= 1
+
+
+@pytest.mark.parametrize("name", ("hidden", "weight", "target"))
+def test_none_is_named(name):
+    tensors = {"hidden": torch.ones(2, 3), "weight": torch.ones(4, 3), "target": torch.ones(2, dtype=torch.long)}
+    tensors[name] = None
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got NoneType"):
+        linear_cross_entropy(**tensors)
+
+
+@pytest.mark.parametrize("make", (lambda x: x.to("meta"), lambda x: x.to_sparse()), ids=("meta", "sparse"))
+def test_tensors_without_dense_data_are_refused(make):
+    hidden = make(torch.ones(2, 3))
+    with pytest.raises(TypeError, match="hidden must be a dense tensor with data"):
+        linear_cross_entropy(hidden, torch.ones(4, 3), torch.ones(2, dtype=torch.long))
+
+
+def test_a_group_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="tp_group must be a torch.distributed.ProcessGroup, got str"):
+        linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, dtype=torch.long), tp_group="tp")
+
+
+@pytest.mark.parametrize(
+    "option",
+    (
+        {"softcap": 1e300},
+        {"softcap": 1e-300},
+        {"logit_scale": 1e300},
+        {"logit_scale": -1e-300},
+        {"ignore_index": 2**70},
+    ),
+    ids=str,
+)
+def test_numbers_that_the_statistics_cannot_hold_are_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        LossOptions(**option)
