@@ -110,7 +110,7 @@ def cross_entropy(
     if inplace_backward and logits_TV.data_ptr() != logits.data_ptr():
         raise ValueError(f"inplace_backward needs logits that flatten to [T, V] without a copy, got {_layout(logits)}")
     target_T = target.reshape(-1).long()
-    call = _prepare_call(logits_TV, built, parallel)
+    call = _prepare_call(logits_TV, class_weight is not None, built, parallel)
     checks.check_reduction(logits, class_weight, normalizer, built, call.num_classes)
     if env.check_labels():
         out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
@@ -121,11 +121,13 @@ def cross_entropy(
     return reduce_loss(loss_T, target, target_T, class_weight, normalizer, call)
 
 
-def _prepare_call(logits_TV: torch.Tensor, options: LossOptions, parallel: VocabParallel) -> Call:
+def _prepare_call(
+    logits_TV: torch.Tensor, has_class_weight: bool, options: LossOptions, parallel: VocabParallel
+) -> Call:
     num_tokens, columns = logits_TV.shape
     num_classes = options.vocab_size or columns * parallel.size
     rows = min(max(num_classes - parallel.rank * columns, 0), columns)
-    kernels = row_kernels(logits_TV.device, options, logits_TV.dtype)
+    kernels = row_kernels(logits_TV.device, options, logits_TV.dtype, has_class_weight)
     return Call(
         options=options,
         parallel=parallel,

@@ -133,10 +133,13 @@ def requested_implementation(options: LossOptions) -> str:
     return options.impl if options.impl != "auto" else env.implementation()
 
 
-def row_kernels(device: torch.device, options: LossOptions, dtype: torch.dtype) -> RowKernels:
+def row_kernels(
+    device: torch.device, options: LossOptions, dtype: torch.dtype, has_class_weight: bool = False
+) -> RowKernels:
     """The row kernels for tensors on ``device``; logs the choice once per device, dtype and request."""
     choice = choose(device, options, dtype)
-    failure = _unusable(choice.impl, device, dtype, options.transform, options.label_smoothing != 0)
+    uniform = options.label_smoothing != 0  # without it class weights are a matter of the coefficients
+    failure = _unusable(choice.impl, device, dtype, options.transform, uniform, uniform and has_class_weight)
     if failure is not None:
         if requested_implementation(options) != "auto":
             raise failure
@@ -147,13 +150,18 @@ def row_kernels(device: torch.device, options: LossOptions, dtype: torch.dtype) 
 
 @cache
 def _unusable(
-    impl: str, device: torch.device, dtype: torch.dtype, transform: LogitTransform, uniform: bool
+    impl: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    transform: LogitTransform,
+    uniform: bool,
+    class_weighted: bool,
 ) -> RuntimeError | None:
     """Why kernels that are compiled ahead (FlyDSL's) cannot be: too old a package, a compiler that fails."""
     if impl != "flydsl":
         return None
     try:
-        _load(impl).prepare(device, dtype, transform, uniform)
+        _load(impl).prepare(device, dtype, transform, uniform, class_weighted)
     except RuntimeError as failure:
         return failure
     return None

@@ -133,7 +133,9 @@ def fused_loss(
     # A sum has one upstream gradient for all tokens; over ranks its statistics would have to travel chunk by chunk.
     may_run_in_forward = options.reduction != "none" and parallel.size == 1 and weight_grad_sink is None
     saved = gradient_bytes(hidden, weight, bias) if may_run_in_forward else None
-    call = prepare_call(hidden, weight, bias, target_T.shape[0], options, parallel, weight_grad_sink, saved)
+    call = prepare_call(
+        hidden, weight, bias, class_weight is not None, target_T.shape[0], options, parallel, weight_grad_sink, saved
+    )
     if env.check_ranks():
         _check_ranks(call, hidden, weight)
     if env.check_labels():

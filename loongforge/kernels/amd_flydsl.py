@@ -53,10 +53,17 @@ class FlyDSLRowKernels:
         tensors = (coefficients.max_T, coefficients.softmax_over_sum_T, coefficients.onehot_T, coefficients.uniform_T)
         self._run("gradient", logits_TC, label_T, first_class, tensors, transform, class_weight_C)
 
-    def prepare(self, device: torch.device, dtype: torch.dtype, transform: LogitTransform, uniform: bool) -> None:
+    def prepare(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        transform: LogitTransform,
+        uniform: bool,
+        class_weighted: bool,
+    ) -> None:
         """Compile both kernels for these options ahead of their first use, without launching anything."""
         for kernel in ("accumulate", "gradient"):
-            self._launcher(self._variant(kernel, device, dtype, transform, uniform, class_weighted=False))
+            self._launcher(self._variant(kernel, device, dtype, transform, uniform, class_weighted))
 
     def _run(
         self,

@@ -138,7 +138,12 @@ def test_label_out_of_range_is_nan_for_any_upstream_gradient(num_forward_gradien
 
 
 @pytest.mark.parametrize(
-    "impl, shape, expected", [("generic", (8192, 2048, 128256), 256), ("triton", (8192, 2048, 128256), 4096)]
+    "impl, shape, expected",
+    [
+        ("generic", (8192, 2048, 128256), 256),
+        ("flydsl", (8192, 2048, 128256), 256),
+        ("triton", (8192, 2048, 128256), 4096),
+    ],
 )
 def test_tokens_per_chunk(impl, shape, expected):
     assert tokens_per_chunk(impl, *shape) == expected

@@ -1,6 +1,5 @@
 """Gates on the machine code of the FlyDSL row kernels, for every gfx and dtype."""
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,8 +35,17 @@ def test_gates(arch, dtype, kernel):
     assert figures.waves == figures.most_waves == WAVES[arch]
     assert figures.lds_bytes == LDS_BYTES[kernel][TARGETS[arch].wave]
     assert figures.loads_in_flight >= 4, "independent loads are issued before the first is used"
-    if f"flydsl {version('flydsl')} " in DOCUMENT.read_text():
-        assert report.row(kernel, arch, dtype, figures) in DOCUMENT.read_text(), "docs/amd.md is out of date"
+    triton = report.triton_figures(kernel, arch, dtype)
+    assert figures.instructions_per_element <= triton.instructions_per_element
+    assert figures.wide_share >= triton.wide_share
+
+
+def test_the_document_is_what_the_command_prints():
+    """Every figure of docs/amd.md: what the tests above compiled, compared as text."""
+    committed = DOCUMENT.read_text()
+    if report.versions() not in committed:
+        pytest.skip(f"docs/amd.md was made with other versions than {report.versions()}: python -m tests.amdgpu.report")
+    assert committed.splitlines() == "\n".join(report.lines()).splitlines(), "run: python -m tests.amdgpu.report"
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -48,27 +56,28 @@ def test_options_do_not_spill(arch):
         assert figures.spills == figures.scratch_bytes == figures.flat_accesses == 0
 
 
-@pytest.mark.parametrize("arch", ("gfx942", "gfx950", "gfx1100", "gfx1201"))
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_no_more_instructions_than_triton(arch, kernel):
-    for dtype in ("bfloat16", "float32"):
-        ours, theirs = (f(kernel, arch, dtype) for f in (report.flydsl_figures, report.triton_figures))
-        assert ours.instructions_per_element <= theirs.instructions_per_element
-        assert ours.wide_share >= theirs.wide_share
-
-
-@pytest.mark.parametrize("arch", ("gfx942", "gfx1201"))
-def test_forward_and_backward_move_two_reads_and_one_write_of_the_logits(arch):
-    """But for the partial vectors at the ends of a row, parts of which are fetched twice, and the label's logit."""
-    case = RowCase(5003, torch.bfloat16, tokens=2)
+def traffic(arch, case):
+    """Bytes of logits ``(read, written)`` by forward, then by backward."""
     case.softmax_T[:] = 1.0
     kernels = EmulatedFlyDSLRowKernels(arch)
     stats = case.accumulate(kernels)
-    (read, written) = kernels.traffic[-1]
-    row_bytes = case.vocab * 2
-    ends = 2 * machine_code.VECTOR_BYTES
-    assert written == 0 and case.tokens * row_bytes <= read <= case.tokens * (row_bytes + 2 * ends + 2)
     case.gradient(kernels, case.coefficients(stats.max_T, stats.sum_exp_T))
-    (read, written) = kernels.traffic[-1]
-    assert written == case.tokens * row_bytes
-    assert case.tokens * row_bytes <= read <= case.tokens * (row_bytes + 2 * ends)
+    return kernels.traffic
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_reads_and_one_write_of_the_logits(arch, dtype):
+    """To the byte where rows are aligned, but for the logit of the one label that lies in the row."""
+    case = RowCase(2312, getattr(torch, dtype), tokens=2, first_element=0, padding=0)
+    logits, label = case.logits_TV.nbytes, case.logits_TV.itemsize
+    assert traffic(arch, case) == [(logits + label, 0), (logits, logits)]
+
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1201"))
+def test_ragged_rows_read_no_more_than_their_end_vectors_twice(arch):
+    case = RowCase(5003, torch.bfloat16, tokens=2)
+    logits, ends = case.logits_TV.nbytes, case.tokens * 2 * 2 * machine_code.VECTOR_BYTES
+    (read, written), (read_again, gradient) = traffic(arch, case)
+    assert written == 0 and gradient == logits
+    assert logits <= read <= logits + ends + case.tokens * 2 and logits <= read_again <= logits + ends

@@ -1,7 +1,10 @@
 """The FlyDSL row kernels against float64, executed on the AMD emulator: no AMD GPU is involved."""
 
+import contextlib
 import mmap
+import sys
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,8 +40,9 @@ def test_vocabularies(arch, dtype):
 
 
 @each_arch
-def test_a_large_vocabulary_in_ragged_chunks(arch):
-    RowCase(32000, torch.bfloat16, tokens=3, chunk=20001).check(EmulatedFlyDSLRowKernels(arch))
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_a_large_vocabulary_in_ragged_chunks(arch, dtype):
+    RowCase(32000, dtype, tokens=3, chunk=20001).check(EmulatedFlyDSLRowKernels(arch))
 
 
 @each_wave_size
@@ -72,7 +76,7 @@ def test_options(arch, name):
     RowCase(1003, dtype, chunk=700, **OPTIONS[name]).check(EmulatedFlyDSLRowKernels(arch))
 
 
-@each_wave_size
+@each_arch
 @pytest.mark.parametrize("shift", (-30.0, 2000.0))
 def test_a_common_offset_of_all_logits(arch, shift):
     RowCase(1003, torch.float32, shift=shift).check(EmulatedFlyDSLRowKernels(arch))
@@ -199,7 +203,7 @@ class _On(FlyDSLRowKernels):
 )
 def test_unsupported_devices_and_dtypes_are_refused_by_name(arch, dtype, message):
     with pytest.raises(NotImplementedError, match=message):
-        _On(arch).prepare(torch.device("cpu"), dtype, LogitTransform(), uniform=False)
+        _On(arch).prepare(torch.device("cpu"), dtype, LogitTransform(), uniform=False, class_weighted=False)
 
 
 def test_a_missing_or_old_flydsl_is_named(monkeypatch):
@@ -223,6 +227,30 @@ def test_a_kernel_that_does_not_compile_names_itself_and_flydsl_s_message(monkey
     variant = Variant("gradient", "gfx1150", "float16", uniform=True)
     with pytest.raises(RuntimeError, match=r"gradient kernel for gfx1150, float16 \(uniform\): no such instruction"):
         flydsl_compile.launcher(variant)
+
+
+def test_a_flydsl_that_cannot_be_imported_is_a_kernel_that_does_not_compile(monkeypatch):
+    flydsl_compile.launcher.cache_clear()
+    monkeypatch.setitem(sys.modules, "loongforge.kernels.flydsl.gradient", None)
+    with pytest.raises(RuntimeError, match="could not compile the gradient kernel for gfx942, float16: import of"):
+        flydsl_compile.launcher(Variant("gradient", "gfx942", "float16"))
+
+
+def test_launches_go_to_the_current_stream_of_the_tensors_device(monkeypatch):
+    current, calls = [torch.device("cuda", 0)], []
+
+    @contextlib.contextmanager
+    def device(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: SimpleNamespace(cuda_stream=700 + chosen.index))
+    tensor = torch.zeros(3)
+    launch = lambda *arguments: calls.append((current[-1].index, arguments))  # noqa: E731
+    FlyDSLRowKernels()._launch(launch, torch.device("cuda", 1), (tensor, None), (5, 1.0))
+    assert calls == [(1, (tensor.data_ptr(), 0, 5, 1.0, 701))] and len(current) == 1
 
 
 def test_compiling_prints_no_error(capfd):

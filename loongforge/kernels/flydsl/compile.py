@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -36,13 +37,11 @@ def launcher(variant: Variant) -> Callable[..., None]:
     ``RuntimeError`` names the variant and carries FlyDSL's message where compilation fails.
     """
     require_flydsl()
-    from loongforge.kernels.flydsl import accumulate, gradient
-
-    build = {"accumulate": accumulate.build, "gradient": gradient.build}[variant.kernel]
     with _lock, _compile_for(variant.arch):
         try:
-            return _compile(build(variant), variant)
-        except Exception as error:
+            module = importlib.import_module(f"loongforge.kernels.flydsl.{variant.kernel}")
+            return _compile(module.build(variant), variant)
+        except Exception as error:  # of the compiler, or of a flydsl whose own libraries do not load
             raise RuntimeError(f"FlyDSL could not compile the {variant}: {error}") from error
 
 
