@@ -131,7 +131,8 @@ def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tens
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype and not (autocast and hidden.dtype != torch.float64):
             raise TypeError(
-                f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them, or run under torch.autocast"
+                f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them"
+                + ("" if hidden.dtype == torch.float64 else ", or run under torch.autocast")
             )
 
 
@@ -150,7 +151,9 @@ def _check_weight_shape(
             "gathered (DeepSpeed ZeRO-3: deepspeed.zero.GatheredParameters; FSDP: call the loss inside the wrapped "
             "module's forward)"
         )
-    if hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden must be [..., H] with at least two dimensions, got {list(hidden.shape)}")
+    if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [..., H] with H = {weight.shape[1]} as in weight [V, H] = {list(weight.shape)}, "
             f"got {list(hidden.shape)}"

@@ -112,6 +112,6 @@ def _integer(name: str, value: object) -> int:
 
 def _number(name: str, value: object, legal: str, holds) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number {legal}, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, {legal}, got {value!r} of type {type(value).__name__}")
     if not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be a number {legal}, got {value!r}")
+        raise ValueError(f"{name} must be a number, {legal}, got {value!r}")

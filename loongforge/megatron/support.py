@@ -38,6 +38,11 @@ def check_output_layer(model: Any) -> None:
             f"gtp_remat_size = {layer.gtp_remat_size} > 1 (the output layer's weight is sharded inside its product)",
             "set gtp_remat_size to 1 for the output layer",
         )
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        raise _refused(
+            f"full backward hooks on {model_name}'s output layer (its output is no tensor, so they would never fire)",
+            "hook the model or the decoder instead",
+        )
     if layer.disable_grad_reduce:
         raise _refused("disable_grad_reduce=True in the output layer", "set disable_grad_reduce=False")
 

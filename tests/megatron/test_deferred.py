@@ -250,3 +250,11 @@ def test_logits_that_something_read_go_with_the_loss(model, hidden):
     assert gone() is None
     gone = weakref.ref(logits.materialize())
     assert gone() is None
+
+
+@pytest.mark.parametrize("register", ("register_full_backward_hook", "register_full_backward_pre_hook"))
+def test_backward_hooks_of_the_output_layer_are_refused_instead_of_never_firing(register):
+    model = build()
+    getattr(model.output_layer, register)(lambda *arguments: None)
+    with pytest.raises(NotImplementedError, match="full backward hooks on GPTModel's output layer"):
+        model(**batch())
