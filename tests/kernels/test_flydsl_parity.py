@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import loongforge  # noqa: E402
 from tests.amdgpu.rows import EmulatedFlyDSLRowKernels  # noqa: E402
 from tests.amdgpu.triton_host import EmulatedTritonRowKernels  # noqa: E402
-from tests.helpers import loss_and_gradients, make_inputs, relative  # noqa: E402
+from tests.helpers import loss_and_gradients, make_inputs, relative, upstream  # noqa: E402
 from tests.kernels.flydsl_parallel_checks import use  # noqa: E402
 
 CLASS_WEIGHT = torch.linspace(0.5, 1.5, 101)
@@ -71,6 +71,20 @@ def test_with_the_triton_kernels(name, dtype, arch, monkeypatch):
     )
     for number, (flydsl, triton) in enumerate(pairs):
         assert relative(flydsl, triton) < (2**-10 if number and dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx1201"))
+def test_cross_entropy_of_existing_logits_with_the_triton_kernels(arch, monkeypatch):
+    logits, target = torch.randn(6, 1003), torch.tensor([1002, -100, 0, 7, 8, 9])
+    found = []
+    for kernels in (EmulatedFlyDSLRowKernels(arch), EmulatedTritonRowKernels(arch)):
+        use(monkeypatch, kernels)
+        leaf = logits.clone().requires_grad_()
+        loss = loongforge.cross_entropy(leaf * 1.0, target, reduction="none", inplace_backward=True)
+        found.append((loss, *torch.autograd.grad(loss, leaf, upstream(6).float())))
+        assert len(kernels.launches) == 2
+    for flydsl, triton in zip(*found, strict=True):
+        assert relative(flydsl, triton) < 1e-6
 
 
 @pytest.mark.parametrize("chunked", (False, True), ids=("whole", "chunked"))
