@@ -160,3 +160,17 @@ def record_allocations(function: Callable[[], Any]) -> Allocations:
         peak = max(peak, alive)
     assert events, "the profiler saw no allocation"
     return Allocations(max(events), peak, events)
+
+
+def poison_memory(monkeypatch) -> None:
+    """Fill what ``empty_like`` and ``new_empty`` return with NaN, so that whatever nobody writes is seen."""
+
+    def poisoned(original):
+        def allocate(*args, **kwargs):
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return allocate
+
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from loongforge import LossOptions, linear_cross_entropy
 from loongforge import plan as planning
 from loongforge.plan import logits_budget
+from tests.helpers import poison_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,6 +24,23 @@ def test_no_tokens_give_zero_gradients(dtype, reduction):
     linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction).sum().backward()
     assert hidden.grad.shape == (0, 5)
     assert torch.equal(weight.grad, torch.zeros_like(weight)) and torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("budget", (0, "all"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_that_nobody_wrote_is_never_used(monkeypatch, dtype, budget):
+    monkeypatch.setenv("LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE", "40")
+    hidden, weight = torch.randn(9, 8).to(dtype).requires_grad_(), torch.randn(100, 8).to(dtype).requires_grad_()
+    options = {"vocab_size": 90, "label_smoothing": 0.1, "logits_budget_mb": budget}
+    results = []
+    for poison in (False, True):
+        with monkeypatch.context() as patches:
+            if poison:
+                poison_memory(patches)
+            loss = linear_cross_entropy(hidden, weight, torch.arange(9) * 10, **options)
+            results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    for clean, poisoned in zip(*results, strict=True):
+        assert torch.equal(clean, poisoned)
 
 
 @pytest.mark.parametrize("reentrant", (True, False))

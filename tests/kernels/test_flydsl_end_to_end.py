@@ -30,6 +30,7 @@ from tests.helpers import (  # noqa: E402
     loss_and_gradients,
     make_inputs,
     oracle,
+    poison_memory,
     relative,
     upstream,
 )
@@ -58,6 +59,7 @@ OPTIONS = {
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32), ids=str)
 def test_linear_cross_entropy(arch, dtype, monkeypatch):
+    poison_memory(monkeypatch)
     kernels = use(monkeypatch, EmulatedFlyDSLRowKernels(arch))
     inputs = make_inputs(11, 16, 101, dtype)
     options = LossOptions(reduction="none")
