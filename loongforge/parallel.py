@@ -27,9 +27,10 @@ class VocabParallel:
         """Read rank and size from ``group``; ``TypeError``, ``ValueError`` where it is none or not this process's."""
         if group is None:
             return cls()
-        if not isinstance(group, dist.ProcessGroup):
+        outside = group == dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to those it leaves out
+        if not outside and not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
-        rank = dist.get_rank(group)
+        rank = -1 if outside else dist.get_rank(group)
         if rank < 0:
             raise ValueError(f"tp_group must be a group that this process (global rank {dist.get_rank()}) belongs to")
         size = dist.get_world_size(group)
