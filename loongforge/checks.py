@@ -31,9 +31,9 @@ def check_inputs(
 ) -> None:
     """Raise ``TypeError`` or ``ValueError`` unless the tensors fit together; never synchronises with the host."""
     named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
-    for name, tensor in named.items():
-        if tensor is not None or name in ("hidden", "weight", "target"):
-            _check_plain_tensor(name, tensor)
+    for name, value in named.items():
+        if value is not None or name in ("hidden", "weight", "target"):
+            tensor = _check_plain_tensor(name, value)
             if tensor.device != hidden.device:
                 raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
             _check_has_data(name, tensor)
@@ -110,14 +110,16 @@ def _check_has_data(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor with data, got {kind}")
 
 
-def _check_plain_tensor(name: str, tensor: object) -> None:
+def _check_plain_tensor(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
-            f"{name} is a DTensor with placements {tensor.placements}: pass {name}.to_local() and, for a weight "
-            "sharded over its rows, tp_group=; or gather it with full_tensor()"
+            f"{name} is a DTensor with placements {tensor.placements}: "  # type: ignore[attr-defined]
+            f"pass {name}.to_local() and, for a weight sharded over its rows, tp_group=; "
+            "or gather it with full_tensor()"
         )
+    return tensor
 
 
 def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -116,7 +116,9 @@ def backward(
     recomputed = head.plan.backward_chunks(kept_rows)
     one_product = len(head.kept_ranges(kept_rows)) + len(recomputed) == 1
     grad_hidden = _HiddenGrad(head, one_product and scale is None) if needs_hidden else None
-    grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype) if needs_bias else None
+    grad_bias = None
+    if needs_bias and head.bias_V is not None:
+        grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype)
 
     def use(logits_TC: torch.Tensor, start: int, stop: int) -> None:
         """Two GEMMs and a column sum out of one chunk that already holds its gradient."""
@@ -161,6 +163,7 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
 
 def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
+    assert head.tiles is not None
     head.tiles.accumulate(
         head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
         head.label_T, start, stats, head.transform, class_weight_C,
@@ -169,6 +172,7 @@ def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> Non
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
+    assert head.tiles is not None
     head.tiles.gradient(
         head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
         out_TC, head.label_T, start, coefficients, head.transform, class_weight_C,

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -193,7 +194,7 @@ def _load_tiles() -> TileKernels:
 
 
 @cache
-def _load(impl: str) -> RowKernels:
+def _load(impl: str) -> Any:
     entry = next(entry for entry in _IMPLEMENTATIONS if entry.name == impl)
     return getattr(importlib.import_module(entry.module), entry.class_name)()
 

@@ -93,10 +93,10 @@ def _self_test(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     target[::7] = -100
     upstream = torch.randn(num_tokens, generator=generator)
 
-    exact = [tensor.double().requires_grad_() for tensor in (hidden, weight)]
+    exact = (hidden.double().requires_grad_(), weight.double().requires_grad_())
     expected = reference_loss(*exact, target, LossOptions(reduction="none"))
     expected_grads = torch.autograd.grad(expected, exact, upstream.double())
-    ours = [tensor.to(device).requires_grad_() for tensor in (hidden, weight)]
+    ours = (hidden.to(device).requires_grad_(), weight.to(device).requires_grad_())
     loss = linear_cross_entropy(*ours, target.to(device), reduction="none")
     grads = torch.autograd.grad(loss, ours, upstream.to(device))
 

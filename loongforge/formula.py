@@ -33,7 +33,8 @@ class Formula:
         smoothing = options.label_smoothing
         if options.label_smoothing_formula == "megatron" and smoothing:
             smoothing *= num_classes / (num_classes - 1)
-        label_weight_T, total_weight = 1.0, float(num_classes)
+        label_weight_T: torch.Tensor | float = 1.0
+        total_weight: torch.Tensor | float = float(num_classes)
         if class_weight is not None:
             label_weight_T = class_weight[target_T.clamp(0, num_classes - 1)]
             total_weight = class_weight.sum()

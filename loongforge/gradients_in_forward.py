@@ -44,9 +44,9 @@ class LossSum(torch.autograd.Function):
                     _rows_of(head, rows), target_T[rows], class_weight, call, needs_hidden, weight_grad, needs_bias
                 )
                 loss += losses
-                if needs_hidden:
+                if grad_hidden is not None and grads.hidden_TH is not None:
                     grad_hidden[rows] = grads.hidden_TH
-                if needs_bias:
+                if grad_bias is not None and grads.bias_V is not None:
                     grad_bias[: call.plan.vocab_rows] += grads.bias_V
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.like = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (hidden, weight, bias)]

@@ -60,7 +60,7 @@ class _LossPerToken(torch.autograd.Function):
                 stats.max_T, stats.sum_exp_T, labels.ignored_T, labels.out_of_range_T,
             )  # fmt: skip
             # Not through save_for_backward: the first backward overwrites them and lets them go.
-            ctx.kept = None if kept is None else _KeptLogits(kept, call.reservation)
+            ctx.kept = None if kept is None or call.reservation is None else _KeptLogits(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
         return loss_T
 
@@ -229,6 +229,7 @@ class LinearCrossEntropy(nn.Module):
     def __init__(self, *, class_weight: torch.Tensor | None = None, **options: Any) -> None:
         super().__init__()
         self.options = build_options(options)
+        self.class_weight: torch.Tensor | None
         self.register_buffer("class_weight", class_weight)
 
     def forward(

@@ -126,7 +126,7 @@ def redraw(path: Path, shapes: Mapping[str, HeadShape]) -> None:
     recorded = json.loads(path.read_text(encoding="utf-8"))
     by_shape: dict[str, list[Result]] = {}
     for line in recorded["results"]:
-        values = {
+        values: dict[str, Any] = {
             key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value for key, value in line.items()
         }
         values.pop("ratio")

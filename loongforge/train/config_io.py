@@ -130,7 +130,7 @@ def _field_sentences(section_class: type) -> dict[str, str]:
     sentences = {}
     for statement, follower in itertools.pairwise(definition.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(follower, ast.Expr):
-            sentences[statement.target.id] = follower.value.value.replace("%", "%%")
+            sentences[ast.unparse(statement.target)] = ast.literal_eval(follower.value).replace("%", "%%")
     return sentences
 
 

@@ -17,7 +17,7 @@ class LocalNorm:
     makes it add up the gradients of the norm's weights over the tensor-parallel ranks.
     """
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> torch.nn.Module:
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
         """A norm over ``hidden_size``; what Megatron passes for its fused norms is not needed."""
         norm = _NORMS[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
