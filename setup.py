@@ -1,5 +1,6 @@
-"""Packaging of loongforge; the version and the extras live here and nowhere else."""
+"""Packaging of loongforge.  The extras live here and nowhere else; the version lives in ``loongforge/__init__.py``."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -12,21 +13,34 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "train": ["pyyaml>=6.0", "tensorboard>=2.15", "tokenizers>=0.19", "tqdm>=4.65"],
     "plot": ["matplotlib>=3.8"],
-    "dev": ["hypothesis>=6.100", "mypy>=1.10", "pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "ruff>=0.5"],
+    "docs": ["latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
+    "dev": [
+        "build>=1.0",
+        "hypothesis>=6.100",
+        "mypy>=1.10",
+        "pytest>=8.0",
+        "pytest-timeout>=2.3",
+        "pytest-xdist>=3.5",
+        "ruff>=0.5",
+    ],
 }
 EXTRAS["train"] += EXTRAS["megatron"]
 # Transformer Engine builds from source and has to be asked for by name.
 EXTRAS["all"] = [*EXTRAS["triton"], *EXTRAS["flydsl"], *EXTRAS["train"], *EXTRAS["plot"]]
 
-readme = Path(__file__).with_name("README.md")
+root = Path(__file__).parent
+# Read, not imported: building needs no torch.
+(version,) = re.findall(r'^__version__ = "(.+)"$', (root / "loongforge/__init__.py").read_text("utf-8"), re.MULTILINE)
 setup(
     name="loongforge",
-    version="0.1.0",
+    version=version,
     description="The fused output layer of language models: cross entropy of hidden @ weight.T without the logits",
-    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description=(root / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     packages=find_packages(include=["loongforge", "loongforge.*"]),
+    package_data={"loongforge": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.6", "numpy>=1.24"],
     extras_require=EXTRAS,
@@ -38,6 +52,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Typing :: Typed",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -140,7 +140,7 @@ def test_training_guide_lists_every_config():
 def test_extras_are_those_of_setup():
     setup = text_of(ROOT / "setup.py")
     extras = set(re.findall(r'^    "(\w+)": \[', setup, re.MULTILINE)) | set(re.findall(r'EXTRAS\["(\w+)"\] =', setup))
-    assert len(extras) == 8
+    assert {"triton", "dev", "all"} <= extras
     for name in READMES:
         assert extras <= {cells[0].strip("`") for cells in rows(text_of(ROOT / name))}
 
