@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from loongforge.dispatch import row_kernels, tile_kernels
 from loongforge.formula import Formula
 from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
 from loongforge.options import LossOptions
-from loongforge.parallel import VocabParallel
+from loongforge.parallel import Pending, VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
 
 
@@ -86,12 +86,12 @@ def formula_of(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: 
 
 
 def head_of(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Call) -> chunks.Head:
-    """Gather the tokens, flatten them, leave padded vocabulary rows out, number the labels from this rank's rows."""
-    gathered = call.parallel.gather_tokens(hidden.to(call.dtype))
+    """Start gathering the tokens, leave padded vocabulary rows out, number the labels from this rank's rows."""
+    tokens = call.parallel.gather_tokens(hidden.to(call.dtype))
     rows = call.plan.vocab_rows
     first_class = call.parallel.rank * call.rows_per_rank
     return chunks.Head(
-        hidden_TH=gathered.reshape(-1, gathered.shape[-1]),
+        tokens=tokens,
         weight_VH=weight[:rows],
         bias_V=None if bias is None else bias[:rows],
         label_T=target_T - first_class if first_class else target_T,
@@ -103,18 +103,47 @@ def head_of(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Ca
     )
 
 
-def reduce_statistics(stats: RowStats, parallel: VocabParallel) -> None:
-    """Local -> global statistics in place: one MAX and one SUM all-reduce."""
-    if parallel.size == 1:
-        return
-    global_max_T = parallel.max_over_ranks_(stats.max_T.clone())
-    # A rank that saw only -inf keeps its 0 where another rank's maximum is finite.
-    stats.sum_exp_T.mul_(torch.exp(stats.max_T - global_max_T))
-    summed = [name for name in ("sum_exp_T", "label_logit_T", "weighted_sum_T") if getattr(stats, name) is not None]
-    stacked = parallel.sum_over_ranks_(torch.stack([getattr(stats, name) for name in summed]))
-    stats.max_T = global_max_T
-    for name, total_T in zip(summed, stacked.unbind(), strict=True):
-        setattr(stats, name, total_T)
+class GradHiddenReduction:
+    """One rounding to hidden's dtype, then the sum over ranks (of this rank's slice under sequence parallelism)."""
+
+    def __init__(self, hidden: torch.Tensor, parallel: VocabParallel) -> None:
+        self._hidden, self._parallel = hidden, parallel
+        self._pending: Pending | None = None
+
+    def start(self, grad_hidden_TH: torch.Tensor) -> None:
+        """Takes grad_hidden [T, H] of this rank's vocabulary rows; the caller keeps no reference."""
+        if self._parallel.size > 1:
+            grad_hidden_TH = grad_hidden_TH.to(self._hidden.dtype)
+        shape = list(self._hidden.shape)
+        if self._parallel.sequence_parallel:
+            shape[0] *= self._parallel.size
+        self._pending = self._parallel.reduce_grad_hidden(grad_hidden_TH.view(shape))
+
+    def wait(self) -> torch.Tensor:
+        """The gradient of hidden; without other ranks rounded only here, where the last chunk's logits are gone."""
+        assert self._pending is not None
+        return self._pending.wait().to(self._hidden.dtype)
+
+
+class StatisticsExchange:
+    """Local -> global statistics: one all-gather, combined in the order of the ranks on each of them."""
+
+    def __init__(self, stats: RowStats, parallel: VocabParallel) -> None:
+        self._stats = stats
+        self._names = [name for name, value_T in vars(stats).items() if value_T is not None]
+        self._pending = None
+        if parallel.size > 1:
+            self._pending = parallel.gather_statistics(torch.stack([getattr(stats, name) for name in self._names]))
+
+    def wait(self) -> RowStats:
+        """The statistics over all ranks, bit for bit the same on each."""
+        if self._pending is None:
+            return self._stats
+        ranks = dict(zip(self._names, self._pending.wait().unbind(1), strict=True))
+        max_T = ranks["max_T"].amax(0)
+        # A rank that saw only -inf keeps its 0 where another rank's maximum is finite.
+        ranks["sum_exp_T"].mul_(torch.exp(ranks.pop("max_T") - max_T))
+        return replace(self._stats, max_T=max_T, **{name: value_RT.sum(0) for name, value_RT in ranks.items()})
 
 
 def prepare_call(

@@ -1,17 +1,20 @@
 """The chunk loop: forward folds logits into statistics, backward turns rebuilt logits into gradients.
 
 Only one chunk of logits exists at a time, in one reused buffer; the part that the plan keeps is a second buffer.
-Nothing here knows of groups, reductions or Megatron.
+Nothing here knows of groups, reductions or Megatron, only that hidden states may arrive in pieces and that
+grad_hidden is wanted before the weight gradient: whoever calls can let collectives run beside the products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
 from loongforge.matmul import product_, project_
+from loongforge.parallel import Tokens
 from loongforge.plan import ChunkPlan
 
 
@@ -19,11 +22,11 @@ from loongforge.plan import ChunkPlan
 class Head:
     """One output layer on one rank: what both directions of the loop read.
 
-    hidden_TH [T, H] and weight_VH [V, H] may differ in dtype (autocast over float32 weights): each chunk of the
+    tokens [T, H] and weight_VH [V, H] may differ in dtype (autocast over float32 weights): each chunk of the
     weight is cast to hidden's dtype as it is used, so that no second copy of the weight exists.
     """
 
-    hidden_TH: torch.Tensor
+    tokens: Tokens  # hidden states, of which other ranks' may still be on their way
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
     label_T: torch.Tensor
@@ -34,21 +37,28 @@ class Head:
     plan: ChunkPlan
 
     @property
+    def hidden_TH(self) -> torch.Tensor:
+        """All hidden states, waited for where they are still on their way."""
+        return self.tokens.wait()
+
+    @property
     def statistics_dtype(self) -> torch.dtype:
         """float32, or float64 for float64 inputs."""
-        return torch.promote_types(self.hidden_TH.dtype, torch.float32)
+        return torch.promote_types(self.tokens.dtype, torch.float32)
 
     def weight_rows(self, start: int, stop: int) -> torch.Tensor:
         """[stop - start, H] in the dtype of hidden."""
-        return self.weight_VH[start:stop].to(self.hidden_TH.dtype)
+        return self.weight_VH[start:stop].to(self.tokens.dtype)
 
     def bias_rows(self, start: int, stop: int) -> torch.Tensor | None:
         """[stop - start] in the dtype of hidden."""
-        return None if self.bias_V is None else self.bias_V[start:stop].to(self.hidden_TH.dtype)
+        return None if self.bias_V is None else self.bias_V[start:stop].to(self.tokens.dtype)
 
     def compute_logits(self, start: int, stop: int, out_TC: torch.Tensor) -> torch.Tensor:
         """Logits of vocabulary rows ``[start, stop)``."""
-        project_(out_TC, self.hidden_TH, self.weight_rows(start, stop), self.bias_rows(start, stop))
+        weight_CH, bias_C = self.weight_rows(start, stop), self.bias_rows(start, stop)
+        for rows, hidden_TH in self.tokens.pieces():
+            project_(out_TC[rows], hidden_TH, weight_CH, bias_C)
         return out_TC
 
     def class_weight_rows(self, start: int, stop: int) -> torch.Tensor | None:
@@ -57,7 +67,7 @@ class Head:
 
     def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
         """One GEMM for everything kept, unless casting the weight asks for pieces."""
-        step = kept_rows if self.weight_VH.dtype == self.hidden_TH.dtype else self.plan.forward_width
+        step = kept_rows if self.weight_VH.dtype == self.tokens.dtype else self.plan.forward_width
         return [(start, min(start + step, kept_rows)) for start in range(0, kept_rows, max(1, step))]
 
 
@@ -69,21 +79,13 @@ class WeightGrad:
     accumulate: bool
 
 
-@dataclass
-class Gradients:
-    """Results of :func:`backward`; None where nobody asked."""
-
-    hidden_TH: torch.Tensor | None
-    bias_V: torch.Tensor | None
-
-
 def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, torch.Tensor | None]:
     """Statistics over all vocabulary rows of this rank, and the logits [T, kept_rows] that the plan keeps."""
     stats = _empty_stats(head, with_weighted_sum)
     kept_rows = head.plan.kept_rows if keep else 0
     kept = None
     if kept_rows:
-        kept = head.hidden_TH.new_empty((head.plan.num_tokens, kept_rows))
+        kept = head.tokens.new_empty((head.plan.num_tokens, kept_rows))
         for start, stop in head.kept_ranges(kept_rows):
             head.compute_logits(start, stop, kept[:, start:stop])
         _accumulate(head, kept, 0, kept_rows, stats)
@@ -101,21 +103,24 @@ def backward(
     head: Head,
     coefficients: RowCoefficients,
     kept: torch.Tensor | None,
-    needs_hidden: bool,
+    take_grad_hidden: Callable[[torch.Tensor], None] | None,
     weight_grad: WeightGrad | None,
     needs_bias: bool,
     scale: torch.Tensor | None = None,
-) -> Gradients:
-    """Gradients of the sum over tokens that ``coefficients`` stand for.
+) -> torch.Tensor | None:
+    """Gradients of the sum over tokens that ``coefficients`` stand for; returns grad_bias [V] where it is asked for.
 
     ``kept`` is overwritten.  ``scale`` (a device scalar) says that the coefficients were multiplied by it, so that
     float16 logit gradients neither underflow nor overflow; it is divided out of each product in float32.
-    grad_hidden [T, H] comes in the statistics' dtype, or in hidden's where one product gives it whole.
+    ``take_grad_hidden`` gets grad_hidden [T, H] once, before the last product of the weight gradient, in the
+    statistics' dtype, or in hidden's where one product gives it whole.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
     recomputed = head.plan.backward_chunks(kept_rows)
-    one_product = len(head.kept_ranges(kept_rows)) + len(recomputed) == 1
-    grad_hidden = _HiddenGrad(head, one_product and scale is None) if needs_hidden else None
+    num_chunks = len(head.kept_ranges(kept_rows)) + len(recomputed)
+    grad_hidden = None
+    if take_grad_hidden is not None:
+        grad_hidden = _HiddenGrad(head, num_chunks, scale, take_grad_hidden)
     grad_bias = None
     if needs_bias and head.bias_V is not None:
         grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype)
@@ -142,11 +147,12 @@ def backward(
         else:
             _to_gradient(head, head.compute_logits(start, stop, logits_TC), start, stop, coefficients)
         use(logits_TC, start, stop)
-    return Gradients(None if grad_hidden is None else grad_hidden.result(scale), grad_bias)
+    head.tokens.wait()  # where nothing needed them, other ranks may have
+    return grad_bias
 
 
 def _empty_stats(head: Head, with_weighted_sum: bool) -> RowStats:
-    zeros_T = head.hidden_TH.new_zeros(head.plan.num_tokens, dtype=head.statistics_dtype)
+    zeros_T = head.tokens.new_empty((head.plan.num_tokens,), head.statistics_dtype).zero_()
     return RowStats(
         max_T=torch.full_like(zeros_T, -torch.inf),
         sum_exp_T=zeros_T,
@@ -164,19 +170,22 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
 def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
     assert head.tiles is not None
-    head.tiles.accumulate(
-        head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
-        head.label_T, start, stats, head.transform, class_weight_C,
-    )  # fmt: skip
+    weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
+    for rows, hidden_TH in head.tokens.pieces():
+        head.tiles.accumulate(
+            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C
+        )
 
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
     assert head.tiles is not None
-    head.tiles.gradient(
-        head.hidden_TH, head.weight_rows(start, stop), head.bias_rows(start, stop),
-        out_TC, head.label_T, start, coefficients, head.transform, class_weight_C,
-    )  # fmt: skip
+    weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
+    for rows, hidden_TH in head.tokens.pieces():
+        head.tiles.gradient(
+            hidden_TH, weight_CH, bias_C, out_TC[rows],
+            head.label_T[rows], start, coefficients.of(rows), head.transform, class_weight_C,
+        )  # fmt: skip
 
 
 def _to_gradient(head: Head, logits_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
@@ -208,9 +217,9 @@ class _Buffer:
     def __init__(self, head: Head, width: int, first_row: int) -> None:
         self._num_tokens = head.plan.num_tokens
         # Tile kernels store whole 16-byte vectors, so their rows start at multiples of one.
-        self._multiple = 1 if head.tiles is None else 16 // head.hidden_TH.element_size()
+        self._multiple = 1 if head.tiles is None else 16 // head.tokens.dtype.itemsize
         widest = self._stride(min(width, head.plan.vocab_rows - first_row))
-        self._flat = head.hidden_TH.new_empty(self._num_tokens * widest)
+        self._flat = head.tokens.new_empty((self._num_tokens * widest,))
 
     def chunk(self, width: int) -> torch.Tensor:
         stride = self._stride(width)
@@ -223,16 +232,22 @@ class _Buffer:
 class _HiddenGrad:
     """grad_hidden summed over chunks in the statistics' dtype, or written by the only product there is."""
 
-    def __init__(self, head: Head, one_product: bool) -> None:
-        dtype = head.hidden_TH.dtype if one_product else head.statistics_dtype
-        self._sum_TH = torch.empty_like(head.hidden_TH, dtype=dtype, memory_format=torch.contiguous_format)
-        self._empty = True
+    def __init__(
+        self, head: Head, num_chunks: int, scale: torch.Tensor | None, take: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._num_chunks, self._scale, self._take = num_chunks, scale, take
+        dtype = head.tokens.dtype if num_chunks == 1 and scale is None else head.statistics_dtype
+        self._sum_TH = head.tokens.new_empty((head.plan.num_tokens, head.plan.hidden_size), dtype)
+        self._num_added = 0
+        if num_chunks == 0:
+            self._give(self._sum_TH.zero_())
 
     def add(self, logits_TC: torch.Tensor, weight_CH: torch.Tensor) -> None:
-        product_(self._sum_TH, logits_TC, weight_CH, accumulate=not self._empty)
-        self._empty = False
+        product_(self._sum_TH, logits_TC, weight_CH, accumulate=self._num_added > 0)
+        self._num_added += 1
+        if self._num_added == self._num_chunks:
+            self._give(self._sum_TH if self._scale is None else self._sum_TH.div_(self._scale))
 
-    def result(self, scale: torch.Tensor | None) -> torch.Tensor:
-        if self._empty:
-            self._sum_TH.zero_()
-        return self._sum_TH if scale is None else self._sum_TH.div_(scale)
+    def _give(self, sum_TH: torch.Tensor) -> None:
+        del self._sum_TH  # whoever takes it may round it and let it go
+        self._take(sum_TH)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from loongforge import checks, env
-from loongforge.call import Call, Labels, formula_of, reduce_statistics, refusing_second_derivatives
+from loongforge.call import Call, Labels, StatisticsExchange, formula_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
 from loongforge.kernels.interface import RowStats
 from loongforge.loss import build_options, reduce_loss, with_options_spelled_out
@@ -34,7 +34,7 @@ class _LossPerToken(torch.autograd.Function):
             call.kernels.accumulate(
                 logits[:, :rows], target_T - first_class, 0, stats, call.options.transform, weight
             )  # fmt: skip
-        reduce_statistics(stats, call.parallel)
+        stats = StatisticsExchange(stats, call.parallel).wait()
         ctx.save_for_backward(logits, target_T, class_weight, stats.max_T, stats.sum_exp_T)
         ctx.call, ctx.inplace = call, inplace
         return labels.mark_(formula.loss(stats))

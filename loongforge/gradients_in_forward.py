@@ -15,6 +15,7 @@ import torch
 from loongforge import chunks
 from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
+from loongforge.parallel import Tokens
 
 
 def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
@@ -40,14 +41,13 @@ class LossSum(torch.autograd.Function):
             for start in range(0, call.plan.num_tokens, call.plan.tokens_per_chunk):
                 rows = slice(start, min(start + call.plan.tokens_per_chunk, call.plan.num_tokens))
                 weight_grad = None if grad_weight is None else chunks.WeightGrad(grad_weight, accumulate=start > 0)
-                losses, grads = _token_chunk(
-                    _rows_of(head, rows), target_T[rows], class_weight, call, needs_hidden, weight_grad, needs_bias
+                take = None if grad_hidden is None else grad_hidden[rows].copy_
+                loss_of_chunk, grad_bias_of_chunk = _token_chunk(
+                    _rows_of(head, rows), target_T[rows], class_weight, call, take, weight_grad, needs_bias
                 )
-                loss += losses
-                if grad_hidden is not None and grads.hidden_TH is not None:
-                    grad_hidden[rows] = grads.hidden_TH
-                if grad_bias is not None and grads.bias_V is not None:
-                    grad_bias[: call.plan.vocab_rows] += grads.bias_V
+                loss += loss_of_chunk
+                if grad_bias is not None and grad_bias_of_chunk is not None:
+                    grad_bias[: call.plan.vocab_rows] += grad_bias_of_chunk
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.like = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (hidden, weight, bias)]
         ctx.reservation = call.reservation
@@ -73,11 +73,11 @@ def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
     """The same head over some of the tokens, all of whose logits exist at once."""
     num_tokens = rows.stop - rows.start
     plan = replace(head.plan, num_tokens=num_tokens, kept_rows=head.plan.vocab_rows)
-    return replace(head, hidden_TH=head.hidden_TH[rows], label_T=head.label_T[rows], plan=plan)
+    return replace(head, tokens=Tokens(head.hidden_TH[rows]), label_T=head.label_T[rows], plan=plan)
 
 
-def _token_chunk(head, target_T, class_weight, call, needs_hidden, weight_grad, needs_bias):
-    """Summed loss of a chunk of tokens, and its gradients for an upstream gradient of 1."""
+def _token_chunk(head, target_T, class_weight, call, take_grad_hidden, weight_grad, needs_bias):
+    """Summed loss of a chunk of tokens and grad_bias for an upstream gradient of 1; the other gradients as asked."""
     stats, logits = chunks.forward(head, call.options.label_smoothing != 0, keep=True)
     labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
     loss_T = labels.mark_(formula.loss(stats))
@@ -85,8 +85,8 @@ def _token_chunk(head, target_T, class_weight, call, needs_hidden, weight_grad, 
     coefficients, scale = formula.coefficients(ones_T, stats.max_T, stats.sum_exp_T), None
     if call.dtype == torch.float16:
         coefficients, scale = scaled_for_float16(coefficients, stats.sum_exp_T, class_weight, call.options.logit_scale)
-    grads = chunks.backward(head, coefficients, logits, needs_hidden, weight_grad, needs_bias, scale)
-    return loss_T.sum(), grads
+    grad_bias = chunks.backward(head, coefficients, logits, take_grad_hidden, weight_grad, needs_bias, scale)
+    return loss_T.sum(), grad_bias
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

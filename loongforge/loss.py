@@ -18,12 +18,13 @@ from torch import nn
 from loongforge import checks, chunks, env
 from loongforge.call import (
     Call,
+    GradHiddenReduction,
     Labels,
+    StatisticsExchange,
     WeightGradSink,
     formula_of,
     head_of,
     prepare_call,
-    reduce_statistics,
     refusing_second_derivatives,
 )
 from loongforge.formula import scaled_for_float16
@@ -51,9 +52,10 @@ class _LossPerToken(torch.autograd.Function):
             with_weighted_sum = call.options.label_smoothing != 0
             stats, kept = chunks.forward(head, with_weighted_sum, keep=call.reservation is not None)
             # Everything small comes after the products are under way, so that the device need not wait for it.
-            reduce_statistics(stats, call.parallel)
-            labels = Labels.of(target_T, call)
-            loss_T = labels.mark_(formula_of(target_T, class_weight, call).loss(stats))
+            exchange = StatisticsExchange(stats, call.parallel)
+            labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
+            stats = exchange.wait()
+            loss_T = labels.mark_(formula.loss(stats))
         if call.needs_grad:
             ctx.save_for_backward(
                 hidden, weight, bias, target_T, class_weight,
@@ -82,19 +84,13 @@ class _LossPerToken(torch.autograd.Function):
                 )
             weight_grad = _open_weight_grad(weight, call) if needs_weight else None
             logits = None if kept is None else kept.logits
-            grads = chunks.backward(head, coefficients, logits, needs_hidden, weight_grad, needs_bias, scale)
-            grad_hidden = _finish_grad_hidden(grads.hidden_TH, hidden, call.parallel) if needs_hidden else None
+            reduction = GradHiddenReduction(hidden, call.parallel) if needs_hidden else None
+            take = reduction.start if reduction else None
+            grad_bias = chunks.backward(head, coefficients, logits, take, weight_grad, needs_bias, scale)
+            grad_hidden = reduction.wait() if reduction else None
             grad_weight = _close_weight_grad(weight_grad, call) if needs_weight else None
-            grad_bias = _with_padded_rows(grads.bias_V, bias) if needs_bias else None
+            grad_bias = _with_padded_rows(grad_bias, bias) if needs_bias else None
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _finish_grad_hidden(grad_hidden_TH: torch.Tensor, hidden: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
-    """One rounding to hidden's dtype, then the sum over ranks (of this rank's slice under sequence parallelism)."""
-    shape = list(hidden.shape)
-    if parallel.sequence_parallel:
-        shape[0] *= parallel.size
-    return parallel.reduce_grad_hidden(grad_hidden_TH.to(hidden.dtype).view(shape))
 
 
 def _with_padded_rows(grad_bias_V: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

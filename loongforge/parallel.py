@@ -2,15 +2,72 @@
 
 Rank r of the tensor-parallel group holds rows ``[r * V, (r + 1) * V)`` of the weight.  Under sequence parallelism
 it also holds slice r of the tokens along dim 0 of ``hidden`` (Korthikanti et al., arXiv:2205.05198).
+
+Every large collective is started before the products that need not wait for it and waited for after them:
+
+* the gather of the tokens, in forward and again in backward, runs beside products over this rank's own tokens
+  (:class:`Tokens`), and in backward beside whatever needs no hidden states at all;
+* the sum of grad_hidden over ranks runs beside the last product of the weight gradient (:class:`Pending`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+class Pending:
+    """The result of a collective that may still be under way."""
+
+    def __init__(self, result: torch.Tensor, work: Any = None, operand: torch.Tensor | None = None) -> None:
+        self._result, self._work, self._operand = result, work, operand
+
+    def wait(self) -> torch.Tensor:
+        """The result: the current stream waits for it (NCCL; the host does not), or the host does (gloo)."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._operand = None
+        return self._result
+
+
+class Tokens:
+    """Hidden states [T, H] in gathered order, of which only this rank's own rows may be there yet."""
+
+    def __init__(
+        self, all_TH: torch.Tensor, local_TH: torch.Tensor | None = None, first_local: int = 0, work: Any = None
+    ) -> None:
+        self._all_TH, self._gather = all_TH, Pending(all_TH, work, local_TH)
+        self._local_TH, self._first_local = local_TH, first_local
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._all_TH.dtype
+
+    def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory on the device of the hidden states, of their dtype unless told; waits for nothing."""
+        return self._all_TH.new_empty(shape, dtype=dtype)
+
+    def wait(self) -> torch.Tensor:
+        """All rows, once they are there."""
+        self._local_TH = None
+        return self._gather.wait()
+
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows and their hidden states: what is there first, so that work on it hides the gather of the rest."""
+        local_TH, num_tokens = self._local_TH, self._all_TH.shape[0]
+        if local_TH is None:
+            yield slice(0, num_tokens), self._all_TH
+            return
+        first, last = self._first_local, self._first_local + local_TH.shape[0]
+        yield slice(first, last), local_TH
+        all_TH = self.wait()
+        for rows in (slice(0, first), slice(last, num_tokens)):
+            if rows.stop > rows.start:
+                yield rows, all_TH[rows]
 
 
 @dataclass(frozen=True)
@@ -36,38 +93,39 @@ class VocabParallel:
         size = dist.get_world_size(group)
         return cls(group, rank, size, sequence_parallel and size > 1)
 
-    def gather_tokens(self, hidden_local: torch.Tensor) -> torch.Tensor:
-        """[S_local, ..., H] -> [S, ..., H] under sequence parallelism, else ``hidden_local`` itself."""
+    def gather_tokens(self, hidden_local: torch.Tensor) -> Tokens:
+        """Start the all-gather of [S_local, ..., H] along dim 0 under sequence parallelism; else nothing travels."""
+        width = hidden_local.shape[-1]
         if not self.sequence_parallel:
-            return hidden_local
+            return Tokens(hidden_local.reshape(-1, width))
         hidden_local = hidden_local.contiguous()
         hidden = hidden_local.new_empty((hidden_local.shape[0] * self.size, *hidden_local.shape[1:]))
-        dist.all_gather_into_tensor(hidden, hidden_local, group=self.group)
-        return hidden
+        work = dist.all_gather_into_tensor(hidden, hidden_local, group=self.group, async_op=True)
+        local_TH = hidden_local.view(-1, width)
+        return Tokens(hidden.view(-1, width), local_TH, self.rank * local_TH.shape[0], work)
 
-    def reduce_grad_hidden(self, grad_hidden: torch.Tensor) -> torch.Tensor:
-        """Add the ranks' shares of grad_hidden: reduce-scatter along dim 0 under sequence parallelism, else all-reduce.
+    def reduce_grad_hidden(self, grad_hidden: torch.Tensor) -> Pending:
+        """Start adding the ranks' shares: reduce-scatter along dim 0 under sequence parallelism, else all-reduce.
 
         The argument is contiguous and may be overwritten.
         """
         if self.size == 1:
-            return grad_hidden
-        if self.sequence_parallel:
-            return _reduce_scatter_dim0(grad_hidden, self)
-        dist.all_reduce(grad_hidden, group=self.group)
-        return grad_hidden
+            return Pending(grad_hidden)
+        if not self.sequence_parallel:
+            return Pending(grad_hidden, dist.all_reduce(grad_hidden, group=self.group, async_op=True))
+        local = grad_hidden.new_empty((grad_hidden.shape[0] // self.size, *grad_hidden.shape[1:]))
+        if _lacks_reduce_scatter(self.group):
+            dist.all_reduce(grad_hidden, group=self.group)
+            return Pending(local.copy_(grad_hidden.chunk(self.size)[self.rank]))
+        work = dist.reduce_scatter_tensor(local, grad_hidden, group=self.group, async_op=True)
+        return Pending(local, work, grad_hidden)
 
-    def max_over_ranks_(self, max_T: torch.Tensor) -> torch.Tensor:
-        """In-place maximum over the group."""
-        if self.size > 1:
-            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=self.group)
-        return max_T
-
-    def sum_over_ranks_(self, statistics: torch.Tensor) -> torch.Tensor:
-        """In-place sum over the group."""
-        if self.size > 1:
-            dist.all_reduce(statistics, group=self.group)
-        return statistics
+    def gather_statistics(self, packed_KT: torch.Tensor) -> Pending:
+        """Start the all-gather of the statistics [K, T]: the result [size, K, T] has the same bits on every rank."""
+        num_statistics, num_tokens = packed_KT.shape
+        everyone = packed_KT.new_empty((self.size * num_statistics, num_tokens))
+        work = dist.all_gather_into_tensor(everyone, packed_KT, group=self.group, async_op=True)
+        return Pending(everyone.view(self.size, num_statistics, num_tokens), work, packed_KT)
 
     def require_equal(self, names: tuple[str, ...], values: tuple[int, ...], device: torch.device) -> None:
         """Raise ``ValueError`` on every rank where a value differs between ranks.  Synchronises with the host."""
@@ -82,15 +140,6 @@ class VocabParallel:
             if len(set(by_rank)) > 1:
                 listing = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(by_rank))
                 raise ValueError(f"{name} must be equal on all ranks of tp_group, but {listing}")
-
-
-def _reduce_scatter_dim0(full: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
-    local = full.new_empty((full.shape[0] // parallel.size, *full.shape[1:]))
-    if _lacks_reduce_scatter(parallel.group):
-        dist.all_reduce(full, group=parallel.group)
-        return local.copy_(full.chunk(parallel.size)[parallel.rank])
-    dist.reduce_scatter_tensor(local, full, group=parallel.group)
-    return local
 
 
 def _lacks_reduce_scatter(group: Any) -> bool:

@@ -10,12 +10,15 @@ The logit the loss sees is ``x = softcap * tanh(logit_scale * z / softcap)`` of 
 
     d loss_t / d x_tj = softmax_t * p_tj - onehot_t * [j == label_t] - uniform_t * class_weight_j
 
-so the options of the loss reduce to three coefficients per token and the kernels know none of them by name.
+so the options of the loss reduce to three coefficients per token and the kernels know none of them by name.  The
+entropy adds a term ``relative_t * p_tj * (x_tj - max_t)``.
+
+Outputs beside the loss (:mod:`loongforge.outputs`) need more of an implementation: :class:`OutputKernels`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -37,6 +40,13 @@ class RowStats:
     sum_exp_T: torch.Tensor  # running sum of exp(x - max_T), starts at 0
     label_logit_T: torch.Tensor  # x at the label, starts at 0 and stays 0 where the label is elsewhere
     weighted_sum_T: torch.Tensor | None  # running sum of class_weight_j * x_j; None unless label smoothing needs it
+    # Of OutputKernels only:
+    relative_sum_T: torch.Tensor | None = None  # running sum of exp(x - max_T) * (x - max_T), starts at 0
+    argmax_T: torch.Tensor | None = None  # int64 class of the first maximum, counted as first_class; starts at 0
+
+    def of(self, rows: slice) -> RowStats:
+        """Views of some of the tokens."""
+        return RowStats(*(value if value is None else value[rows] for value in _fields(self)))
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,43 @@ class RowCoefficients:
     softmax_over_sum_T: torch.Tensor
     onehot_T: torch.Tensor
     uniform_T: torch.Tensor | None  # None without label smoothing
+    relative_over_sum_T: torch.Tensor | None = None  # of OutputKernels only: the entropy's term over sum_exp
+
+    def of(self, rows: slice) -> RowCoefficients:
+        """Views of some of the tokens."""
+        return RowCoefficients(*(value if value is None else value[rows] for value in _fields(self)))
+
+
+def _fields(record: RowStats | RowCoefficients) -> list[torch.Tensor | None]:
+    return [getattr(record, field.name) for field in fields(record)]
+
+
+@dataclass
+class PairStats:
+    """Of two heads a and b over the same classes, for ``KL(a || b)``; every tensor is [T] and updated in place."""
+
+    max_a_T: torch.Tensor  # as RowStats.max_T and sum_exp_T
+    sum_exp_a_T: torch.Tensor
+    max_b_T: torch.Tensor
+    sum_exp_b_T: torch.Tensor
+    gap_sum_T: torch.Tensor  # running sum of exp(a - max_a) * ((a - max_a) - (b - max_b)), starts at 0
+
+
+@dataclass(frozen=True)
+class PairCoefficients:
+    """What turns a chunk of a student's logits x and a teacher's y into a gradient of x; every tensor is [T].
+
+        exp(x - max) * (softmax_over_sum + gap_over_sum * ((x - max) - (y - teacher_max)))
+          - teacher_over_sum * exp(y - teacher_max)
+
+    A row whose coefficients are all zero becomes exact zeros, NaN coefficients give NaN.
+    """
+
+    max_T: torch.Tensor
+    teacher_max_T: torch.Tensor
+    softmax_over_sum_T: torch.Tensor
+    gap_over_sum_T: torch.Tensor | None
+    teacher_over_sum_T: torch.Tensor | None
 
 
 class RowKernels(Protocol):
@@ -90,6 +137,51 @@ class RowKernels(Protocol):
         That is the formula of this module's docstring times ``dx/dz`` (``logit_scale * (1 - (x / softcap)**2)``),
         computed in float32 and rounded once to the dtype of ``logits_TC``.
         """
+
+
+class OutputKernels(RowKernels, Protocol):
+    """Row kernels that also fill ``relative_sum_T`` and ``argmax_T``, use ``relative_over_sum_T``, and the following.
+
+    A class of probability 0 (its exponential is 0) adds 0 to ``relative_sum_T``, ``gap_sum_T`` and their gradients,
+    also where its logit is -inf.  Of equal logits the smaller class number comes first.
+    """
+
+    def accumulate_pair(
+        self,
+        a_TC: torch.Tensor,
+        b_TC: torch.Tensor,
+        stats: PairStats,
+        transform_a: LogitTransform,
+        transform_b: LogitTransform,
+    ) -> None:
+        """Fold one chunk of two heads' logits into ``stats``; both of one dtype and one layout, only read."""
+
+    def pair_gradient_(
+        self,
+        student_TC: torch.Tensor,
+        teacher_TC: torch.Tensor,
+        coefficients: PairCoefficients,
+        transform: LogitTransform,
+        teacher_transform: LogitTransform,
+    ) -> None:
+        """Overwrite the student's stored logits with their gradient, as :meth:`RowKernels.gradient_` does."""
+
+    def top_k_(
+        self,
+        logits_TC: torch.Tensor,
+        first_class: int,
+        values_TK: torch.Tensor,
+        classes_TK: torch.Tensor,
+        transform: LogitTransform,
+    ) -> None:
+        """Fold one chunk into the K largest x so far, in descending order.
+
+        ``values_TK`` starts at -inf in the statistics' dtype, ``classes_TK`` (int64) at :data:`NO_CLASS`.
+        """
+
+
+NO_CLASS = 2**31 - 1
+"""Stands behind every real class in :meth:`OutputKernels.top_k_`, whose classes lie below it."""
 
 
 class TileKernels(Protocol):

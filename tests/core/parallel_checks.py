@@ -155,13 +155,12 @@ def loss_has_the_same_bits_on_every_rank(world):
 
 @check
 def number_and_kind_of_collectives(world):
-    """One MAX and one SUM of stacked statistics in forward; nothing depends on chunks, options or the budget."""
+    """One exchange of packed statistics in forward; nothing depends on chunks, options or the budget."""
     os.environ["LCE_FWD_VOCAB_SPLIT_SIZE"] = os.environ["LCE_BWD_VOCAB_SPLIT_SIZE"] = "7"
     group = world.groups["world"][0]
-    forward = {"all_reduce MAX": 1, "all_reduce SUM": 1}
     expected = {
-        False: (forward, {"all_reduce SUM": 1}),
-        True: ({**forward, "all_gather_into_tensor": 1}, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
+        False: ({"all_gather_into_tensor": 1}, {"all_reduce SUM": 1}),
+        True: ({"all_gather_into_tensor": 2}, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
     }
     for sequence_parallel, (in_forward, in_backward) in expected.items():
         for options in ({}, {"label_smoothing": 0.1, "z_loss_weight": 0.1}, {"logits_budget_mb": "all"}):
@@ -339,19 +338,20 @@ def memory_of_one_rank(world):
 
 @contextlib.contextmanager
 def local_log_sum_exp():
-    def only_label(self, statistics):
-        kept = statistics[0].clone()
-        dist.all_reduce(statistics, group=self.group)
-        statistics[0] = kept
-        return statistics
+    original = parallel.VocabParallel.gather_statistics
 
-    with mock.patch.object(parallel.VocabParallel, "sum_over_ranks_", only_label):
+    def only_mine(self, packed_KT):
+        everyone = original(self, packed_KT).wait()
+        everyone[:, 1] = packed_KT[1] / self.size
+        return parallel.Pending(everyone)
+
+    with mock.patch.object(parallel.VocabParallel, "gather_statistics", only_mine):
         yield
 
 
 @contextlib.contextmanager
 def grad_hidden_not_reduced():
-    with mock.patch.object(parallel.VocabParallel, "reduce_grad_hidden", lambda self, grad: grad):
+    with mock.patch.object(parallel.VocabParallel, "reduce_grad_hidden", lambda self, grad: parallel.Pending(grad)):
         yield
 
 

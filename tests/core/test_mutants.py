@@ -116,7 +116,12 @@ def hidden_overwritten(monkeypatch):
 @mutant("grad_hidden_over_many_chunks_of_bf16")
 def grad_hidden_accumulates_in_bf16(monkeypatch):
     original = chunks._HiddenGrad.__init__
-    monkeypatch.setattr(chunks._HiddenGrad, "__init__", lambda self, head, one_product: original(self, head, True))
+
+    def init(self, head, *args):
+        original(self, head, *args)
+        self._sum_TH = self._sum_TH.to(head.tokens.dtype)
+
+    monkeypatch.setattr(chunks._HiddenGrad, "__init__", init)
 
 
 @mutant("every_reduction", "frozen_hidden_or_weight")
