@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import loongforge
+from loongforge.errors import UsageError
 from loongforge.train import config_io
 from loongforge.train.errors import TrainError
 
@@ -17,10 +19,13 @@ from loongforge.train.errors import TrainError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 where doctor finds a problem, 2 after an explained error."""
     parser = argparse.ArgumentParser(prog="loongforge", description="The fused output layer of language models.")
+    parser.add_argument("--version", action="version", version=f"loongforge {loongforge.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_preprocess(commands)
     _add_doctor(commands)
+    _add_bench(commands)
+    _add_memory(commands)
     options = vars(parser.parse_args(arguments))
     run = options.pop("run")
     del options["command"]
@@ -32,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         return run(options) or 0
-    except TrainError as error:
+    except (TrainError, UsageError) as error:
         print(f"loongforge: error: {error}", file=sys.stderr, flush=True)
         return 2
 
@@ -119,6 +124,45 @@ def _doctor(options: dict) -> int:
     report = examine()
     print(json.dumps(report, indent=2) if options["json"] else describe(report))
     return 0 if report["healthy"] else 1
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from loongforge.bench.run import add_arguments
+
+    parser = commands.add_parser(
+        "bench",
+        help="compare the loss with every installed peer on this machine",
+        description="Time, memory and errors of loongforge at several budgets and of every peer that can be imported, "
+        "each checked before it is timed.  The table comes last.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: dict) -> None:
+    from loongforge.bench.run import run
+
+    run(argparse.Namespace(**options))
+
+
+def _add_memory(commands: argparse._SubParsersAction) -> None:
+    from loongforge.bench.memory import add_arguments
+
+    parser = commands.add_parser(
+        "memory",
+        help="draw the memory of one loss over time, unfused beside fused",
+        description="Record every allocation of forward and backward of one output layer, unfused and fused.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=_memory)
+
+
+def _memory(options: dict) -> None:
+    from loongforge.bench.memory import run
+
+    print(run(argparse.Namespace(**options)))
 
 
 if __name__ == "__main__":  # saving a checkpoint starts a helper process that imports this module

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare loongforge with every importable peer on one device; prints the table last.
+"""Compare loongforge with every importable peer on one device; prints the table last.  `loongforge bench` is the same.
 
 python scripts/benchmark.py llama3-8b dsv3 --output-dir docs/benchmarks/h200
 """
@@ -11,11 +11,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from loongforge.bench.run import add_arguments, run  # noqa: E402
+from loongforge.errors import UsageError  # noqa: E402
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     try:
         run(parser.parse_args())
-    except ValueError as error:
+    except UsageError as error:
         parser.error(str(error))

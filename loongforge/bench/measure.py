@@ -11,32 +11,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from loongforge.bench import timeline
 from loongforge.bench.contenders import Contender, LossFunction
+from loongforge.bench.shapes import HeadShape
 
 LARGEST_ERROR = 0.05
 """A contender whose loss or gradient is further off than this (relative norm) is reported as wrong and not timed."""
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """One output layer: tokens, hidden size, vocabulary rows."""
-
-    name: str
-    tokens: int
-    hidden: int
-    vocab: int
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        HeadShape("llama3-8b", 8192, 4096, 128256),
-        HeadShape("seed-pr", 8192, 2048, 128256),
-        HeadShape("dsv3", 16384, 7168, 129280),
-        HeadShape("dsv3-tp8", 16384, 7168, 16160),
-        HeadShape("llama2", 8192, 4096, 32000),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -90,15 +70,15 @@ def make_problem(shape: HeadShape, device: torch.device, dtype: torch.dtype, see
     num_valid = (target_T >= 0).sum()
     upstream_T = torch.rand(shape.tokens, device=device, generator=generator) / num_valid
     uniform_T = torch.full_like(upstream_T, 1.0) / num_valid
-    loss_T, *grads = _truth(hidden_TH, weight_VH, target_T, uniform_T)
+    loss_T, *grads = float32_truth(hidden_TH, weight_VH, target_T, uniform_T)
     truth = {
         False: (loss_T.sum() / num_valid, *grads),
-        True: _truth(hidden_TH, weight_VH, target_T, upstream_T),
+        True: float32_truth(hidden_TH, weight_VH, target_T, upstream_T),
     }
     return Problem(hidden_TH, weight_VH, target_T, upstream_T, truth)
 
 
-def _truth(hidden_TH, weight_VH, target_T, upstream_T, rows: int = 1024):
+def float32_truth(hidden_TH, weight_VH, target_T, upstream_T, rows: int = 1024):
     """Loss per token and both gradients of ``sum(upstream * loss)`` in float32, a block of tokens at a time."""
     weight_VH = weight_VH.float()
     loss_T = torch.empty(len(target_T), device=target_T.device)
@@ -143,8 +123,13 @@ def time_ms(call: Callable[[], object], device: torch.device, repetitions: int) 
 
 
 def floor_ms(problem: Problem, repetitions: int) -> float:
-    """The three products that no method can do without, through the vendor's library, a block of tokens at a time."""
-    hidden_TH, weight_VH = problem.hidden_TH, problem.weight_VH
+    """Time of :func:`three_products`."""
+    products = three_products(problem.hidden_TH, problem.weight_VH)
+    return time_ms(products, problem.hidden_TH.device, repetitions)
+
+
+def three_products(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> Callable[[], None]:
+    """The products that no method can do without, through the vendor's library, a block of tokens at a time."""
     blocks = hidden_TH.split(min(4096, len(hidden_TH)))
     logits = hidden_TH.new_empty(len(blocks[0]), len(weight_VH))
     grad_hidden, grad_weight = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)
@@ -157,7 +142,7 @@ def floor_ms(problem: Problem, repetitions: int) -> float:
         for block in blocks:
             torch.mm(logits[: len(block)].t(), block, out=grad_weight)
 
-    return time_ms(products, hidden_TH.device, repetitions)
+    return products
 
 
 def measure(contender: Contender, shape: HeadShape, problem: Problem, floor: float, repetitions: int) -> Result:
@@ -175,48 +160,70 @@ def measure(contender: Contender, shape: HeadShape, problem: Problem, floor: flo
     return result
 
 
-def _measure(result: Result, loss_function: LossFunction, problem: Problem, repetitions: int) -> None:
-    device = problem.hidden_TH.device
-    hidden = problem.hidden_TH.detach().requires_grad_()
-    weight = problem.weight_VH.detach().requires_grad_()
+class Step:
+    """Forward and backward of one contender on leaves of its own."""
 
-    def step() -> torch.Tensor:
-        hidden.grad = weight.grad = None
-        loss = loss_function(hidden, weight, problem.target_T)
-        loss.backward(problem.upstream_T.to(loss.dtype) if result.per_token else None)
+    def __init__(self, loss_function: LossFunction, per_token: bool, problem: Problem) -> None:
+        self._loss_function, self._per_token, self._problem = loss_function, per_token, problem
+        self.hidden = problem.hidden_TH.detach().requires_grad_()
+        self.weight = problem.weight_VH.detach().requires_grad_()
+
+    def drop_gradients(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def forward(self) -> torch.Tensor:
+        return self._loss_function(self.hidden, self.weight, self._problem.target_T)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward(self._problem.upstream_T.to(loss.dtype) if self._per_token else None)
+
+    def __call__(self) -> torch.Tensor:
+        self.drop_gradients()
+        loss = self.forward()
+        self.backward(loss)
         return loss.detach()
 
-    actual = (step(), hidden.grad, weight.grad)
-    for name, value, expected in zip(
-        ("loss", "grad_hidden", "grad_weight"), actual, problem.truth[result.per_token], strict=True
-    ):
-        result.errors[name] = relative_error(value, expected)
-    del actual, value
-    wrong = [name for name, error in result.errors.items() if not error <= LARGEST_ERROR]
-    if wrong:
-        result.status = f"wrong: {', '.join(wrong)} off by more than {LARGEST_ERROR:.0%}"
+    def errors(self) -> dict[str, float]:
+        """Relative errors of loss and gradients."""
+        actual = (self(), self.hidden.grad, self.weight.grad)
+        names, truth = ("loss", "grad_hidden", "grad_weight"), self._problem.truth[self._per_token]
+        return {name: relative_error(*pair) for name, *pair in zip(names, actual, truth, strict=True)}
+
+
+def verdict(errors: dict[str, float]) -> str:
+    """``ok``, or what is further off than :data:`LARGEST_ERROR`."""
+    wrong = [name for name, error in errors.items() if not error <= LARGEST_ERROR]
+    return f"wrong: {', '.join(wrong)} off by more than {LARGEST_ERROR:.0%}" if wrong else "ok"
+
+
+def _measure(result: Result, loss_function: LossFunction, problem: Problem, repetitions: int) -> None:
+    device = problem.hidden_TH.device
+    step = Step(loss_function, result.per_token, problem)
+    result.errors = step.errors()
+    result.status = verdict(result.errors)
+    if result.status != "ok":
         return
-    result.peak_mib = _peak_mib(step, hidden, weight)
+    result.peak_mib = _peak_bytes(step, device) / 2**20
     result.step_ms = time_ms(step, device, repetitions)
-    hidden.grad = weight.grad = None
+    step.drop_gradients()
     with torch.no_grad():
         result.forward_ms = time_ms(
             lambda: loss_function(problem.hidden_TH, problem.weight_VH, problem.target_T), device, repetitions
         )
 
 
-def _peak_mib(step: Callable[[], object], hidden: torch.Tensor, weight: torch.Tensor) -> float:
-    """Most memory above the inputs during one step, both gradients included; NaN where the device keeps no count."""
-    if hidden.device.type != "cuda":
-        return math.nan
+def _peak_bytes(step: Step, device: torch.device) -> int:
+    """Most memory above the inputs during one step, both gradients included."""
     step()  # whatever is allocated once and stays is not counted
-    hidden.grad = weight.grad = None
-    release(hidden.device)
-    before = torch.cuda.memory_allocated(hidden.device)
-    torch.cuda.reset_peak_memory_stats(hidden.device)
+    step.drop_gradients()
+    release(device)
+    if device.type != "cuda":
+        return timeline.record(device, step.forward, step.backward).peak_bytes
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     step()
-    torch.cuda.synchronize(hidden.device)
-    return (torch.cuda.max_memory_allocated(hidden.device) - before) / 2**20
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def release(device: torch.device) -> None:

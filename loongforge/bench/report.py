@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loongforge.bench.measure import HeadShape, Result
+from loongforge.bench.measure import Result
+from loongforge.bench.shapes import HeadShape, parse_shape
+from loongforge.errors import UsageError
 
 
 def table(shape: HeadShape, results: Sequence[Result], floor: float) -> str:
     """One line per contender, in the order they ran."""
     tflops = 6e-9 * shape.tokens * shape.hidden * shape.vocab / floor
     lines = [
-        f"{shape.name}: T={shape.tokens} H={shape.hidden} V={shape.vocab}, "
-        f"three-GEMM floor {floor:.2f} ms = {tflops:.1f} TFLOP/s",
+        f"{shape.name}: {shape}, three-GEMM floor {floor:.2f} ms = {tflops:.1f} TFLOP/s",
         f"{'':26} {'loss':5} {'fwd+bwd ms':>10} {'x floor':>8} {'fwd ms':>8} {'peak MiB':>9}"
         f" {'err loss':>9} {'err dX':>8} {'err dW':>8}",
     ]
@@ -80,6 +81,7 @@ def write_json(path: Path, environment: dict[str, Any], results: Sequence[Result
         {key: None if value != value else value for key, value in (vars(result) | {"ratio": result.ratio}).items()}
         for result in results
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment, "results": lines}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -87,14 +89,14 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     """Time over memory: each peer a point, ours a curve over the budget.
 
     Raises:
-        ImportError: without matplotlib.
+        UsageError: without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import ScalarFormatter
     except ImportError as error:
-        raise ImportError("the picture needs matplotlib: pip install 'loongforge[plot]'") from error
+        raise UsageError("the picture needs matplotlib: pip install 'loongforge[plot]'") from error
 
     figure = Figure(figsize=(9.5, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -116,20 +118,24 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
         axis.set_minor_formatter(ScalarFormatter())
         axis.set_tick_params(which="minor", labelsize=7)
     axes.grid(which="both", linewidth=0.3)
-    axes.set_title(f"{shape.name}: T={shape.tokens} H={shape.hidden} V={shape.vocab} on {device_name}")
+    axes.set_title(f"{shape.name}: {shape} on {device_name}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
     figure.savefig(path, dpi=130)
 
 
-def redraw(path: Path, shapes: Mapping[str, HeadShape]) -> None:
+def redraw(path: Path) -> None:
     """Draw the pictures of a ``results.json`` again, beside it."""
-    recorded = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        device, lines = recorded["environment"]["device"], recorded["results"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path} is not a results.json of the comparison: {type(error).__name__}: {error}") from error
     by_shape: dict[str, list[Result]] = {}
-    for line in recorded["results"]:
+    for line in lines:
         values: dict[str, Any] = {
             key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value for key, value in line.items()
         }
         values.pop("ratio")
         by_shape.setdefault(line["shape"], []).append(Result(**values))
     for name, results in by_shape.items():
-        draw(path.with_name(f"{name}.png"), shapes[name], results, recorded["environment"]["device"])
+        draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)

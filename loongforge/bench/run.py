@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import math
+import importlib.util
 import platform
 import shlex
 import sys
@@ -19,24 +19,33 @@ from typing import Any
 import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
-from loongforge.bench.measure import SHAPES, HeadShape, Result, floor_ms, make_problem, measure, release
+from loongforge.bench.measure import Result, floor_ms, make_problem, measure, release
+from loongforge.bench.progress import Progress
 from loongforge.bench.report import draw, duels, redraw, table, write_json
+from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
+from loongforge.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
 """Default points of our curve, as shares of one copy of the logits; all of them is always the last."""
 
 
+DEFAULT_SHAPE = "llama3-8b"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The only list of the flags of ``loongforge bench`` and ``scripts/benchmark.py``."""
+    known = ", ".join(SHAPES)
     parser.add_argument(
-        "shapes", nargs="*", default=["llama3-8b"], metavar="SHAPE", help=f"{', '.join(SHAPES)}, or TOKENSxHIDDENxVOCAB"
+        "shapes", nargs="*", metavar="SHAPE", help=f"{known}, or TOKENSxHIDDENxVOCAB; default: {DEFAULT_SHAPE}"
     )
+    add_size_flags(parser)
     parser.add_argument("--only", default="", help="comma-separated beginnings of contenders' names; default: everyone")
     parser.add_argument("--skip", default="", help="likewise, contenders to leave out")
     parser.add_argument("--budgets", default="", help="comma-separated MiB of kept logits, or all; default: a curve")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repetitions", type=int, default=9, help="timed steps, of which the median counts")
+    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
+    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
     parser.add_argument("--output-dir", type=Path, help="folder for results.json and SHAPE.png; default: print only")
     parser.add_argument("--redraw", type=Path, metavar="RESULTS_JSON", help="only draw the pictures of earlier results")
 
@@ -44,32 +53,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Result]:
     """Measure, print, write; returns every line."""
     if options.redraw:
-        redraw(options.redraw, SHAPES)
+        redraw(options.redraw)
         return []
-    shapes = [parse_shape(text) for text in options.shapes]
-    device, dtype = torch.device(options.device), DTYPES[options.dtype]
+    shapes = shapes_of(options, DEFAULT_SHAPE)
+    device, dtype = device_of(options.device), DTYPES[options.dtype]
+    work = []
+    for shape in shapes:
+        budgets = parse_budgets(options.budgets) if options.budgets else default_budgets(shape, dtype)
+        work.append((shape, select([*PEERS, *ours(budgets)], options.only, options.skip)))
     environment = describe(device, dtype)
     print(", ".join(f"{key} {value}" for key, value in environment.items() if key != "versions"))
     print(", ".join(f"{name} {version}" for name, version in environment["versions"].items()), flush=True)
     everything: list[Result] = []
     tables = []
-    for shape in shapes:
-        budgets = parse_budgets(options.budgets) if options.budgets else default_budgets(shape, dtype)
-        contenders = select([*PEERS, *ours(budgets)], options.only, options.skip)
-        results, text = compare(shape, contenders, device, dtype, options.repetitions)
+    progress = Progress(sum(len(contenders) for _, contenders in work))
+    for shape, contenders in work:
+        results, text = compare(shape, contenders, device, dtype, options.repetitions, progress)
         everything += results
         tables.append(text)
         if options.output_dir:
-            options.output_dir.mkdir(parents=True, exist_ok=True)
             write_json(options.output_dir / "results.json", environment, everything)
-            if not all(math.isnan(result.peak_mib) for result in results):
-                draw(options.output_dir / f"{shape.name}.png", shape, results, environment["device"])
+            _draw(options.output_dir / f"{shape.name}.png", shape, results, environment["device"])
     print("\n" + "\n\n".join(tables))
     return everything
 
 
+def _draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
+    """The measurement must not end because the picture cannot be drawn here."""
+    if importlib.util.find_spec("matplotlib") is None:
+        json_file = path.with_name("results.json")
+        print(f"{path.name}: no matplotlib (pip install 'loongforge[plot]'); --redraw {json_file} draws it later")
+    else:
+        draw(path, shape, results, device_name)
+
+
 def compare(
-    shape: HeadShape, contenders: Sequence[Contender], device: torch.device, dtype: torch.dtype, repetitions: int
+    shape: HeadShape,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    dtype: torch.dtype,
+    repetitions: int,
+    progress: Progress,
 ) -> tuple[list[Result], str]:
     """All contenders on one shape; returns their lines and the text of the table."""
     problem = make_problem(shape, device, dtype)
@@ -77,10 +101,10 @@ def compare(
     floor = floor_ms(problem, repetitions)
     results = []
     for contender in contenders:
-        result = measure(contender, shape, problem, floor, repetitions)
+        with progress.step(f"{shape.name} {contender.name}") as step:
+            result = measure(contender, shape, problem, floor, repetitions)
+            step.outcome = f"{result.step_ms:.2f} ms" if result.status == "ok" else result.status
         results.append(result)
-        outcome = f"{result.step_ms:.2f} ms" if result.status == "ok" else result.status
-        print(f"  {shape.name} {result.name}: {outcome}", file=sys.stderr, flush=True)
     return results, "\n".join([table(shape, results, floor), *duels(results)])
 
 
@@ -93,18 +117,24 @@ def select(contenders: Sequence[Contender], only: str, skip: str) -> list[Conten
     chosen = [one for one in contenders if (not only or begins(one.name, only)) and not begins(one.name, skip)]
     if not chosen:
         names = ", ".join(one.name for one in contenders)
-        raise ValueError(f"--only {only!r} --skip {skip!r} leaves nobody to measure among {names}")
+        raise UsageError(f"--only {only!r} --skip {skip!r} leaves nobody to measure among {names}")
     return chosen
 
 
-def parse_shape(text: str) -> HeadShape:
-    if text in SHAPES:
-        return SHAPES[text]
-    sizes = text.split("x")
-    if len(sizes) == 3 and all(size.isdecimal() and int(size) > 0 for size in sizes):
-        return HeadShape(text, *map(int, sizes))
-    known = ", ".join(SHAPES)
-    raise ValueError(f"a shape is one of {known} or TOKENSxHIDDENxVOCAB such as 4096x2048x32000, got {text!r}")
+def device_of(text: str | None) -> torch.device:
+    """The device asked for, by default the GPU if there is one; :class:`UsageError` where it is not there."""
+    if text is None:
+        text = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise UsageError(f"--device {text!r} is no device: cpu, cuda or cuda:1 are") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be cpu or cuda, got {text!r}")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise UsageError(f"--device {text!r} is not there: torch {torch.__version__} sees {count} GPUs")
+    return device
 
 
 def parse_budgets(text: str) -> list[int | str]:
@@ -112,7 +142,7 @@ def parse_budgets(text: str) -> list[int | str]:
     for item in text.split(","):
         item = item.strip()
         if item != "all" and not item.isdecimal():
-            raise ValueError(f"--budgets takes whole numbers of MiB or all, separated by commas, got {item!r}")
+            raise UsageError(f"--budgets takes whole numbers of MiB or all, separated by commas, got {item!r}")
         budgets.append("all" if item == "all" else int(item))
     return budgets
 
@@ -132,6 +162,13 @@ def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(),
         "versions": versions(),
     }
+
+
+def _command() -> str:
+    program, *arguments = sys.argv
+    name = Path(program).name
+    words = ["loongforge"] if name in ("loongforge", "cli.py", "__main__.py") else ["python", program]
+    return shlex.join([*words, *arguments])

@@ -1,17 +1,23 @@
 """The logic of the comparison on CPU: truth, verdicts, table, picture; nothing depends on how long a call took."""
 
 import argparse
+import io
 import json
 import math
+import re
 
 import pytest
 import torch
 from torch.nn import functional
 
+from loongforge import cli
 from loongforge.bench import run as bench_run
 from loongforge.bench.contenders import PEERS, Contender, ours
-from loongforge.bench.measure import HeadShape, Problem, Result, floor_ms, make_problem, measure
+from loongforge.bench.measure import Problem, Result, floor_ms, make_problem, measure
+from loongforge.bench.progress import Progress
 from loongforge.bench.report import draw, duels, table, write_json
+from loongforge.bench.shapes import SHAPES, HeadShape, parse_shape, shapes_of
+from loongforge.errors import UsageError
 
 SHAPE = HeadShape("tiny", 37, 16, 101)
 CPU = torch.device("cpu")
@@ -53,7 +59,8 @@ def test_a_right_contender_is_measured(problem, per_token):
     assert result.status == "ok"
     assert result.step_ms > 0 and result.forward_ms > 0 and result.ratio == result.step_ms / 2.0
     assert max(result.errors.values()) < 1e-5
-    assert math.isnan(result.peak_mib)  # the CPU keeps no count
+    logits, gradients = SHAPE.tokens * SHAPE.vocab * 4, SHAPE.vocab * SHAPE.hidden * 4
+    assert max(2 * logits, logits + gradients) < result.peak_mib * 2**20 < 4 * logits + 2 * gradients
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(problem):
@@ -126,16 +133,20 @@ def test_picture_and_json(tmp_path):
 def test_whole_comparison_prints_the_table_last(tmp_path, capsys):
     options = arguments(
         "40x16x101", "--device", "cpu", "--dtype", "fp32", "--repetitions", "1",
-        "--only", "torch eager,loongforge,cce", "--budgets", "0,all", "--output-dir", str(tmp_path),
+        "--only", "torch eager,loongforge,cce", "--budgets", "0,all", "--output-dir", str(tmp_path / "new"),
     )  # fmt: skip
     results = bench_run.run(options)
     by_name = {result.name: result for result in results}
     for name in ("torch eager", "torch eager fp32 loss", "loongforge token 0", "loongforge mean all"):
         assert by_name[name].status == "ok", by_name[name].status
-    printed = capsys.readouterr().out
-    assert printed.rstrip().splitlines()[-1].startswith("loongforge mean all")
-    saved = json.loads((tmp_path / "results.json").read_text())
-    assert saved["results"][0]["peak_mib"] is None
+    captured = capsys.readouterr()
+    table_lines = captured.out.rstrip().splitlines()[-(len(results) + 4) :]
+    assert table_lines[0].startswith("40x16x101: T=40 H=16 V=101, three-GEMM floor")
+    assert [line.split(":")[0] for line in table_lines[-2:]] == ["torch eager fp32 loss", "torch eager"]
+    steps = captured.err.splitlines()
+    assert len(steps) == len(results) and steps[0].startswith("  40x16x101 torch eager fp32 loss: ")
+    saved = json.loads((tmp_path / "new/results.json").read_text())
+    assert all(entry["peak_mib"] > 0 for entry in saved["results"] if entry["status"] == "ok")
     assert [entry["name"] for entry in saved["results"]] == [result.name for result in results]
     assert {"device", "versions", "command", "date"} <= set(saved["environment"])
 
@@ -152,12 +163,65 @@ def test_names_are_unique():
 
 @pytest.mark.parametrize("text", ("llama9", "1x2", "0x2x3", "axbxc"))
 def test_unknown_shapes_are_refused(text):
-    with pytest.raises(ValueError, match="TOKENSxHIDDENxVOCAB"):
-        bench_run.parse_shape(text)
+    with pytest.raises(UsageError, match="TOKENSxHIDDENxVOCAB"):
+        parse_shape(text)
 
 
-def test_unknown_budgets_and_names_are_refused():
-    with pytest.raises(ValueError, match="whole numbers of MiB or all"):
+def test_shapes_by_name_and_by_sizes():
+    assert shapes_of(arguments("llama2", "8x4x2"), "dsv3") == [SHAPES["llama2"], HeadShape("8x4x2", 8, 4, 2)]
+    sizes = ("--tokens", "8", "--hidden", "4", "--vocab", "2")
+    assert shapes_of(arguments("llama2", *sizes), "dsv3") == [SHAPES["llama2"], HeadShape("8x4x2", 8, 4, 2)]
+    assert shapes_of(arguments(), "dsv3") == [SHAPES["dsv3"]]
+    with pytest.raises(UsageError, match="belong together: --hidden and --vocab not given"):
+        shapes_of(arguments("--tokens", "8"), "dsv3")
+
+
+def test_unknown_budgets_names_and_devices_are_refused(capsys):
+    with pytest.raises(UsageError, match="whole numbers of MiB or all"):
         bench_run.parse_budgets("0,half")
-    with pytest.raises(ValueError, match="leaves nobody to measure"):
+    with pytest.raises(UsageError, match="leaves nobody to measure"):
         bench_run.select(PEERS, "nobody", "")
+    with pytest.raises(UsageError, match="must be cpu or cuda"):
+        bench_run.device_of("meta")
+    with pytest.raises(UsageError, match="is no device"):
+        bench_run.device_of("h200")
+    with pytest.raises(UsageError, match="is not there"):
+        bench_run.device_of("cuda:99")
+    assert cli.main(["bench", "llama9", "--device", "cpu"]) == 2
+    assert "loongforge: error: a shape is one of" in capsys.readouterr().err
+    for sizes in (("--tokens", "0"), ("--repetitions", "x")):
+        with pytest.raises(SystemExit):
+            arguments(*sizes)
+        assert "must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_command_measures_and_draws(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'loongforge[plot]')")
+    words = ["--tokens", "40", "--hidden", "16", "--vocab", "101", "--only", "torch eager,loongforge token"]
+    words += ["--device", "cpu", "--repetitions", "1", "--output-dir", str(tmp_path)]
+    assert cli.main(["bench", *words]) == 0
+    picture = tmp_path / "40x16x101.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    assert cli.main(["bench", "--redraw", str(tmp_path / "results.json")]) == 0
+    assert picture.exists()
+    (tmp_path / "results.json").write_text("[]")
+    assert cli.main(["bench", "--redraw", str(tmp_path / "results.json")]) == 2
+    assert "is not a results.json" in capsys.readouterr().err
+
+
+class _Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_one_moving_line_on_a_terminal():
+    stream = _Terminal()
+    progress = Progress(4, stream)
+    for name in ("a", "b"):
+        with progress.step(name) as step:
+            step.outcome = "1 ms"
+    first, second = re.findall(r"\r(\[[^\r]*)", stream.getvalue())
+    assert first.startswith("[........................] 0/4") and first.endswith(" a")
+    assert second.startswith("[######..................] 1/4") and second.endswith(" b")
+    assert stream.getvalue().endswith("\r\033[K  b: 1 ms\n")

@@ -40,6 +40,7 @@ ORDER = (
     "megatron",
     "integrations",
     "train",
+    "errors",
     "bench",
     "doctor",
     "cli",
