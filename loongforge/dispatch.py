@@ -26,6 +26,8 @@ from loongforge.options import LossOptions
 logger = logging.getLogger("loongforge")
 
 FLYDSL_ARCHS = ("gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
+TILE_ARCHS = ("sm_90",)
+"""Where the tile kernels were measured to win."""
 OLDEST_TRITON_NVIDIA = 80
 OLDEST_TRITON = (3, 4)
 
@@ -182,7 +184,7 @@ def choose(device: torch.device, options: LossOptions, dtype: torch.dtype) -> Ch
 
 def tile_kernels(impl: str, hidden: torch.Tensor, weight: torch.Tensor) -> TileKernels | None:
     """GEMM and row kernel in one for these operands, or None: so far Triton on Hopper, where it was measured to win."""
-    if impl != "triton" or detect(hidden.device).name != "sm_90":
+    if impl != "triton" or detect(hidden.device).name not in TILE_ARCHS:
         return None
     kernels = _load_tiles()
     return kernels if kernels.supports(hidden.flatten(0, -2), weight) else None
