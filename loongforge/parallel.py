@@ -20,6 +20,18 @@ import torch
 import torch.distributed as dist
 
 
+def all_gather(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> dist.Work:
+    """Start it: ``everyone`` [size * n, ...] of ``mine`` [n, ...]."""
+    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    return start(everyone, mine, group=group, async_op=True)
+
+
+def reduce_scatter(mine: torch.Tensor, everyone: torch.Tensor, group: Any) -> dist.Work:
+    """Start it: the sum over ranks of ``everyone`` [size * n, ...], of which this rank gets ``mine`` [n, ...]."""
+    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    return start(mine, everyone, group=group, async_op=True)
+
+
 class Pending:
     """The result of a collective that may still be under way."""
 
@@ -100,7 +112,7 @@ class VocabParallel:
             return Tokens(hidden_local.reshape(-1, width))
         hidden_local = hidden_local.contiguous()
         hidden = hidden_local.new_empty((hidden_local.shape[0] * self.size, *hidden_local.shape[1:]))
-        work = dist.all_gather_into_tensor(hidden, hidden_local, group=self.group, async_op=True)
+        work = all_gather(hidden, hidden_local, self.group)
         local_TH = hidden_local.view(-1, width)
         return Tokens(hidden.view(-1, width), local_TH, self.rank * local_TH.shape[0], work)
 
@@ -117,14 +129,13 @@ class VocabParallel:
         if _lacks_reduce_scatter(self.group):
             dist.all_reduce(grad_hidden, group=self.group)
             return Pending(local.copy_(grad_hidden.chunk(self.size)[self.rank]))
-        work = dist.reduce_scatter_tensor(local, grad_hidden, group=self.group, async_op=True)
-        return Pending(local, work, grad_hidden)
+        return Pending(local, reduce_scatter(local, grad_hidden, self.group), grad_hidden)
 
     def gather_statistics(self, packed_KT: torch.Tensor) -> Pending:
         """Start the all-gather of the statistics [K, T]: the result [size, K, T] has the same bits on every rank."""
         num_statistics, num_tokens = packed_KT.shape
         everyone = packed_KT.new_empty((self.size * num_statistics, num_tokens))
-        work = dist.all_gather_into_tensor(everyone, packed_KT, group=self.group, async_op=True)
+        work = all_gather(everyone, packed_KT, self.group)
         return Pending(everyone.view(self.size, num_statistics, num_tokens), work, packed_KT)
 
     def require_equal(self, names: tuple[str, ...], values: tuple[int, ...], device: torch.device) -> None:

@@ -159,8 +159,8 @@ def number_and_kind_of_collectives(world):
     os.environ["LCE_FWD_VOCAB_SPLIT_SIZE"] = os.environ["LCE_BWD_VOCAB_SPLIT_SIZE"] = "7"
     group = world.groups["world"][0]
     expected = {
-        False: ({"all_gather_into_tensor": 1}, {"all_reduce SUM": 1}),
-        True: ({"all_gather_into_tensor": 2}, {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}),
+        False: ({"gather": 1}, {"all_reduce SUM": 1}),
+        True: ({"gather": 2}, {"gather": 1, "reduce_scatter": 1}),
     }
     for sequence_parallel, (in_forward, in_backward) in expected.items():
         for options in ({}, {"label_smoothing": 0.1, "z_loss_weight": 0.1}, {"logits_budget_mb": "all"}):
@@ -305,7 +305,7 @@ def substitute_for_reduce_scatter(world):
     inputs = make_inputs(TOKENS, HIDDEN, VOCAB, torch.float64)
     with mock.patch.object(parallel, "_lacks_reduce_scatter", lambda group: True), counted_collectives() as counts:
         assert max(errors(world, "world", inputs, sequence_parallel=True)) < 1e-12
-    assert not counts["reduce_scatter_tensor"]
+    assert not counts["reduce_scatter"]
 
 
 @check

@@ -14,7 +14,15 @@ from tests.core.worlds import World
 from tests.helpers import Inputs, loss_and_gradients, oracle, relative
 
 TOKENS, HIDDEN, VOCAB = 24, 16, 132
-COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "all_gather", "reduce_scatter_tensor", "broadcast")
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "gather",
+    "all_gather_single": "gather",  # its name since torch 2.13, as below
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "broadcast": "broadcast",
+}
 
 
 def shard(world: World, group: str, inputs: Inputs, sequence_parallel: bool) -> Inputs:
@@ -83,13 +91,15 @@ def sizes(world: World) -> dict[str, int]:
 def counted_collectives():
     counts: Counter = Counter()
     with contextlib.ExitStack() as stack:
-        for name in COLLECTIVES:
-            original = getattr(dist, name)
+        for attribute, name in COLLECTIVES.items():
+            original = getattr(dist, attribute, None)
+            if original is None:
+                continue
 
             def counting(*args, name=name, original=original, **kwargs):
                 operation = kwargs.get("op", dist.ReduceOp.SUM) if name == "all_reduce" else ""
                 counts[f"{name} {'MAX' if operation == dist.ReduceOp.MAX else operation and 'SUM'}".strip()] += 1
                 return original(*args, **kwargs)
 
-            stack.enter_context(mock.patch.object(dist, name, counting))
+            stack.enter_context(mock.patch.object(dist, attribute, counting))
         yield counts

@@ -1,0 +1,319 @@
+"""The output layer on the GPUs of one host: values against one GPU, then time, memory and communication.
+
+Started by ``torchrun`` with one process a GPU; the tensor-parallel group is the world.  Every time is the slowest
+rank's, the median over rounds in which all variants take turns: under a power limit clocks drift, and a floor measured
+at another moment is another floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from loongforge import linear_cross_entropy
+from loongforge.bench.communication import Collective, Overlap, collective, modes, overlaps
+from loongforge.bench.measure import float32_truth, relative_error, release, three_products
+from loongforge.bench.ranks import World
+from loongforge.bench.run import describe
+from loongforge.bench.shapes import HeadShape, parse_shape, positive
+from loongforge.bench.tensor_parallel_report import report
+from loongforge.errors import UsageError
+
+SHAPES = ("dsv3", "llama3-8b")
+LINK_MIB = (1, 4, 16, 64, 256)
+NAMES = ("loss", "grad_hidden", "grad_weight")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the head over the group."""
+
+    sequence_parallel: bool
+    budget_mb: int | str
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"TP{' + SP' if self.sequence_parallel else ''}, {'all' if self.budget_mb == 'all' else 'none'} kept"
+
+
+VARIANTS = tuple(Variant(sequence_parallel, budget) for sequence_parallel in (True, False) for budget in ("all", 0))
+
+
+@dataclass
+class Result:
+    """One variant on one shape; NaN where it was not measured."""
+
+    variant: str
+    errors: dict[str, float]
+    single_errors: dict[str, float]  # of the same operation on one GPU
+    repeats: bool  # a second step has the same bits
+    step_ms: float = math.nan
+    floor_ms: float = math.nan  # the three products of this rank
+    series_ms: float = math.nan  # every collective waited for where it starts
+    silent_ms: float = math.nan  # without collectives
+    collectives_ms: float = math.nan  # each alone, added up
+    peak_mib: float = math.nan  # above the inputs, both gradients included
+    held_mib: float = math.nan  # between forward and backward
+    kernels: list[Overlap] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Forward plus backward over the three products of the rank."""
+        return self.step_ms / self.floor_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """What communication adds to the step."""
+        return self.step_ms - self.silent_ms
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the collectives' own time that the step does not see."""
+        return 1 - self.exposed_ms / self.collectives_ms
+
+
+class Head:
+    """Whole tensors, the same on every rank, and this rank's parts of them as leaves."""
+
+    def __init__(self, shape: HeadShape, world: World, dtype: torch.dtype) -> None:
+        if shape.vocab % world.size or shape.tokens % world.size:
+            raise UsageError(f"{shape} cannot be split over {world.size} ranks: tokens and vocabulary must divide")
+        generator = torch.Generator(world.device).manual_seed(0)
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(*size, device=world.device, generator=generator)
+
+        self.world = world
+        self.hidden_TH = normal(shape.tokens, shape.hidden).to(dtype)
+        self.weight_VH = (normal(shape.vocab, shape.hidden) * shape.hidden**-0.5).to(dtype)
+        self.target_T = torch.randint(0, shape.vocab, (shape.tokens,), device=world.device, generator=generator)
+        self.target_T[::17] = -100
+        self.upstream_T = torch.rand(shape.tokens, device=world.device, generator=generator) / shape.tokens
+        self.local_hidden = self._part(self.hidden_TH).clone().requires_grad_()
+        self.all_hidden = self.hidden_TH.clone().requires_grad_()
+        self.rows = self._part(self.weight_VH).clone().requires_grad_()
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.world.size)[self.world.rank]
+
+    def hidden(self, variant: Variant) -> torch.Tensor:
+        """The leaf that goes in."""
+        return self.local_hidden if variant.sequence_parallel else self.all_hidden
+
+    def forward(self, variant: Variant) -> torch.Tensor:
+        """Loss per token of all tokens."""
+        self.drop_gradients()
+        return linear_cross_entropy(
+            self.hidden(variant),
+            self.rows,
+            self.target_T,
+            reduction="none",
+            tp_group=self.world.group,
+            sequence_parallel=variant.sequence_parallel,
+            logits_budget_mb=variant.budget_mb,
+        )
+
+    def step(self, variant: Variant, mode: Callable[[], AbstractContextManager]) -> torch.Tensor:
+        """Forward and backward."""
+        with mode():
+            loss_T = self.forward(variant)
+            loss_T.backward(self.upstream_T)
+        return loss_T.detach()
+
+    def drop_gradients(self) -> None:
+        self.local_hidden.grad = self.all_hidden.grad = self.rows.grad = None
+
+    def check(self) -> dict[Variant, Result]:
+        """Errors of one GPU and of every variant against float32: relative norms, the worst rank's.
+
+        Raises:
+            RuntimeError: a variant is further off than one GPU explains, or ranks see different losses.
+        """
+        loss_T, grad_hidden, grad_weight = float32_truth(self.hidden_TH, self.weight_VH, self.target_T, self.upstream_T)
+        truth = (loss_T, grad_hidden, grad_weight)
+        hidden, weight = (whole.detach().requires_grad_() for whole in (self.hidden_TH, self.weight_VH))
+        alone_T = linear_cross_entropy(hidden, weight, self.target_T, reduction="none")
+        alone_T.backward(self.upstream_T)
+        single = self._against(truth, alone_T.detach(), hidden.grad, weight.grad)
+        results = {}
+        for variant in VARIANTS:
+            loss_T = self.step(variant, modes(self.hidden_TH)[""])
+            grad_hidden = self._part(truth[1]) if variant.sequence_parallel else truth[1]
+            mine = (truth[0], grad_hidden, self._part(truth[2]))
+            found = self._against(mine, loss_T, self.hidden(variant).grad, self.rows.grad)
+            _require_close(variant, found, single)
+            if self._differs_between_ranks(loss_T):
+                raise RuntimeError(f"{variant.name}: the ranks' losses are not the same bit for bit")
+            results[variant] = Result(variant.name, found, single, self._repeats(variant, loss_T))
+        return results
+
+    def _repeats(self, variant: Variant, loss_T: torch.Tensor) -> bool:
+        first = (loss_T, self.hidden(variant).grad, self.rows.grad)
+        second = (self.step(variant, modes(self.hidden_TH)[""]), self.hidden(variant).grad, self.rows.grad)
+        same = all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+        return not self.world.slowest([float(not same)])[0]
+
+    def _against(self, truth, *actual) -> dict[str, float]:
+        errors = [relative_error(*pair) for pair in zip(actual, truth, strict=True)]
+        return dict(zip(NAMES, self.world.slowest(errors), strict=True))
+
+    def _differs_between_ranks(self, loss_T: torch.Tensor) -> bool:
+        first_T = loss_T.clone()
+        dist.broadcast(first_T, 0)
+        return bool(self.world.slowest([float(not torch.equal(first_T, loss_T))])[0])
+
+    def memory_mib(self, variant: Variant) -> tuple[float, float]:
+        """Peak of a step above the inputs, and what is held between forward and backward; the worst rank's."""
+        if self.world.device.type != "cuda":
+            return math.nan, math.nan
+        self.drop_gradients()
+        release(self.world.device)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss_T = self.forward(variant)
+        held = torch.cuda.memory_allocated() - before
+        loss_T.backward(self.upstream_T)
+        torch.cuda.synchronize()
+        peak_mib, held_mib = self.world.slowest([torch.cuda.max_memory_allocated() - before, held])
+        return peak_mib / 2**20, held_mib / 2**20
+
+    def collectives(self, variant: Variant) -> dict[str, Collective]:
+        """What a step of the variant sends, in its order."""
+        size, statistics_of_all = self.world.size, self.upstream_T.new_empty((self.world.size * 3, len(self.target_T)))
+        exchange = collective("all_gather", statistics_of_all, size)
+        if not variant.sequence_parallel:
+            return {"statistics": exchange, "all-reduce": collective("all_reduce", self._like_hidden(), size)}
+        gather = collective("all_gather", self._like_hidden(), size)
+        scatter = collective("reduce_scatter", self._like_hidden(), size)
+        return {"gather": gather, "statistics": exchange, "gather again": gather, "reduce-scatter": scatter}
+
+    def _like_hidden(self) -> torch.Tensor:
+        return torch.zeros_like(self.hidden_TH)
+
+    def profile(self, variant: Variant) -> list[Overlap]:
+        """Communication kernels of one step and what ran beside them."""
+        if self.world.device.type != "cuda":
+            return []
+        mode = modes(self.hidden_TH)[""]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(2):  # the first finds the profiler starting
+                dist.barrier()
+                self.step(variant, mode)
+            torch.cuda.synchronize()
+        return overlaps(profile)[-len(self.collectives(variant)) :]
+
+    def replay(self, variant: Variant) -> str:
+        """A captured step, replayed, against the eager one, which must not wait for the host either."""
+        if self.world.device.type != "cuda":
+            return "no GPU, nothing to capture"
+        mode = modes(self.hidden_TH)[""]
+        eager = (self.step(variant, mode), self.hidden(variant).grad, self.rows.grad)
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_sync_debug_mode("error")
+        with torch.cuda.stream(aside):
+            self.step(variant, mode)
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss_T = self.step(variant, mode)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = (loss_T, self.hidden(variant).grad, self.rows.grad)
+        same = all(torch.equal(*pair) for pair in zip(eager, replayed, strict=True))
+        self.drop_gradients()
+        return f"no synchronisation; replayed from a CUDA graph with {'the same' if same else 'OTHER'} bits"
+
+
+def _require_close(variant: Variant, found: dict[str, float], single: dict[str, float]) -> None:
+    for name, error in found.items():
+        bar = 2 * single[name] + 1e-6
+        if not error <= bar:
+            raise RuntimeError(f"{variant.name}: {name} is off by {error:.2e}, one GPU by {single[name]:.2e}")
+
+
+def measure(shape: HeadShape, world: World, dtype: torch.dtype, rounds: int) -> list[Result]:
+    """All variants on one shape: checked, then measured."""
+    head = Head(shape, world, dtype)
+    results = head.check()
+    release(world.device)
+    lead = three_products(head.hidden_TH[: max(1, shape.tokens // 8)], head.rows.detach())
+    calls: dict[str, Callable[[], object]] = {"floor": three_products(head.hidden_TH, head.rows.detach())}
+    for variant in VARIANTS:
+        for suffix, mode in modes(head.hidden_TH).items():
+            calls[variant.name + suffix] = lambda variant=variant, mode=mode: head.step(variant, mode)
+        parts = list(head.collectives(variant).values())
+        calls[variant.name + " alone"] = lambda parts=parts: [part.call() for part in parts]
+    times = world.interleaved(calls, rounds, lead)
+    calls.clear()
+    for variant, result in results.items():
+        result.step_ms, result.series_ms, result.silent_ms, result.collectives_ms = (
+            times[variant.name + suffix] for suffix in ("", " in series", " without", " alone")
+        )
+        result.floor_ms = times["floor"]
+        result.peak_mib, result.held_mib = head.memory_mib(variant)
+        result.kernels = head.profile(variant)
+    return list(results.values())
+
+
+def measure_links(world: World, rounds: int) -> list[dict[str, float | str]]:
+    """Time and bandwidth of the collectives by size."""
+    sizes = LINK_MIB if world.device.type == "cuda" else LINK_MIB[:1]
+    parts = [
+        collective(
+            name, torch.zeros(2**19 // world.size * world.size * mib, device=world.device).bfloat16(), world.size
+        )
+        for name in ("all_gather", "reduce_scatter", "all_reduce")
+        for mib in sizes
+    ]
+    busy = torch.zeros(2048, 2048, device=world.device)
+    times = world.interleaved(
+        {f"{part.name} {part.num_bytes}": part.call for part in parts}, 2 * rounds, lambda: busy @ busy
+    )
+    return [
+        {"collective": part.name, "bytes": part.num_bytes, "ms": ms, "gb_per_s": part.sent_bytes / ms / 1e6}
+        for part, ms in zip(parts, times.values(), strict=True)
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"default: {' '.join(SHAPES)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs where there are any")
+    parser.add_argument("--rounds", type=positive, default=15, help="rounds, over which medians are taken")
+    parser.add_argument("--graphs", action="store_true", help="also capture a step of each variant and replay it")
+    parser.add_argument("--output-dir", type=Path, help="folder for results.json and table.txt; default: print only")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check, measure, print on rank 0, write."""
+    shapes = [parse_shape(text) for text in options.shapes or SHAPES]
+    world = World.join(options.device)
+    dtype = torch.bfloat16
+    try:
+        environment = describe(world.device, dtype) | {"ranks": world.size, "rounds": options.rounds}
+        results = {}
+        for shape in shapes:
+            results[shape] = measure(shape, world, dtype, options.rounds)
+            release(world.device)
+            if world.rank == 0:
+                print(f"{shape.name}: measured", flush=True)
+        links = measure_links(world, options.rounds)
+        if world.rank == 0:
+            report(environment, results, links, options.output_dir)
+        if options.graphs:
+            head = Head(shapes[-1], world, dtype)
+            for variant in VARIANTS:
+                outcome = head.replay(variant)
+                if world.rank == 0:
+                    print(f"{variant.name}: {outcome}", flush=True)
+    finally:
+        dist.destroy_process_group()
