@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_train(commands)
     _add_preprocess(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     _add_bench(commands)
     _add_memory(commands)
     options = vars(parser.parse_args(arguments))
@@ -124,6 +125,26 @@ def _doctor(options: dict) -> int:
     report = examine()
     print(json.dumps(report, indent=2) if options["json"] else describe(report))
     return 0 if report["healthy"] else 1
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from loongforge.planning.command import add_arguments
+
+    parser = commands.add_parser(
+        "plan",
+        help="predict memory and time of one output layer, and recommend a budget",
+        description="Memory of the logits unfused and fused, chunk widths, memory and time over budgets, and the "
+        "LCE_LOGITS_BUDGET_MB that fits free memory.",
+        allow_abbrev=False,
+    )
+    add_arguments(parser)
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: dict) -> None:
+    from loongforge.planning.command import run
+
+    print(run(argparse.Namespace(**options)))
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

@@ -33,7 +33,9 @@ ORDER = (
     "checks",
     "chunks",
     "call",
+    "per_token",
     "gradients_in_forward",
+    "compact",
     "loss",
     "cross_entropy",
     "__init__",
@@ -42,6 +44,7 @@ ORDER = (
     "train",
     "errors",
     "bench",
+    "planning",
     "doctor",
     "cli",
     "__main__",
@@ -231,6 +234,8 @@ FIELDS = {
     "vocab_size": None,
     "tp_group": None,
     "sequence_parallel": False,
+    "compact_tokens": False,
+    "fp32_logits": False,
     "impl": "auto",
     "logits_budget_mb": None,
 }
@@ -238,7 +243,7 @@ FIELDS = {
 
 def test_signatures_spell_the_options_out():
     tensors = {"hidden": inspect.Parameter.empty, "weight": inspect.Parameter.empty, "target": inspect.Parameter.empty}
-    extra = {"bias": None, "normalizer": None, "class_weight": None}
+    extra = {"bias": None, "normalizer": None, "class_weight": None, "token_weight": None, "adapter": None}
 
     def defaults(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items() if name != "self"}
@@ -246,7 +251,9 @@ def test_signatures_spell_the_options_out():
     assert defaults(LossOptions) == FIELDS
     assert defaults(linear_cross_entropy) == {**tensors, **extra, **FIELDS}
     assert defaults(LinearCrossEntropy) == {"class_weight": None, **FIELDS}
-    assert defaults(LinearCrossEntropy.forward) == {**tensors, "bias": None, "normalizer": None}
+    assert defaults(LinearCrossEntropy.forward) == {
+        **tensors, "bias": None, "normalizer": None, "token_weight": None, "adapter": None
+    }  # fmt: skip
     keyword_only = [p for p in inspect.signature(linear_cross_entropy).parameters.values() if p.name not in tensors]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in keyword_only)
 

@@ -1,0 +1,49 @@
+"""The table over budgets, and the budget that a given amount of free memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from loongforge.bench.run import default_budgets
+from loongforge.plan import KEPT_MULTIPLE, ChunkPlan
+from loongforge.planning.predict import Layer, Rates, Work, peak_bytes
+
+MARGIN = 1.05
+"""Free memory must hold this many times the predicted peak: predictions are within 5% of what was measured."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one budget costs."""
+
+    budget_mb: int | str
+    plan: ChunkPlan
+    peak_bytes: int
+    time_ms: float | None
+
+
+def rows(layer: Layer, rates: Rates | None, with_tiles: bool) -> list[Row]:
+    """From nothing kept to everything."""
+    return [row(layer, budget, rates, with_tiles) for budget in default_budgets(layer.shape, layer.dtype)]
+
+
+def row(layer: Layer, budget_mb: int | str, rates: Rates | None, with_tiles: bool) -> Row:
+    plan = layer.plan(budget_mb)
+    time_ms = None if rates is None else rates.milliseconds(Work.of(plan, with_tiles))
+    return Row(budget_mb, plan, peak_bytes(layer, plan), time_ms)
+
+
+def recommend(layer: Layer, free_bytes: int, rates: Rates | None, with_tiles: bool) -> Row | None:
+    """The budget with the least work whose peak fits ``free_bytes``; None where none does."""
+    candidates = (row(layer, budget, rates, with_tiles) for budget in _budgets(layer))
+    fitting = [candidate for candidate in candidates if candidate.peak_bytes * MARGIN <= free_bytes]
+    return min(fitting, key=lambda candidate: (candidate.plan.flops, candidate.peak_bytes), default=None)
+
+
+def _budgets(layer: Layer) -> Iterable[int | str]:
+    """Every budget that makes a difference: a whole MiB for each multiple of rows that could be kept."""
+    bytes_per_row = layer.shape.tokens * layer.itemsize
+    steps = range(0, layer.shape.vocab, KEPT_MULTIPLE)
+    return [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]
