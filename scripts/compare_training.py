@@ -1,0 +1,281 @@
+"""Train a small GPT on real text with the fused and with the plain output layer, several seeds each, and compare.
+
+    python scripts/compare_training.py --output-dir runs/long
+    python scripts/compare_training.py --output-dir runs/long --redraw
+
+The text is the documentation inside Python packages that are installed wherever torch is: every docstring of the
+standard library, torch, numpy, sympy and networkx.  A BPE vocabulary is trained on it, then ``loongforge train``'s own
+loop trains each seed twice.  Written: ``training.json`` (every loss), ``training.png`` (needs matplotlib; draw it
+elsewhere with --redraw) and a table.  Exit status 1 where the mean final validation loss of the fused runs is further
+from the plain ones' than --sigmas standard deviations between seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+PACKAGES = ("torch", "numpy", "sympy", "networkx")
+VARIANTS = ("fused", "unfused")
+
+
+# ---------------------------------------------------------------- text
+
+
+def docstrings(path: Path) -> str:
+    """Every docstring of one file; nothing where it cannot be parsed."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return ""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+    return "".join(f"{text}\n\n" for text in found if text)
+
+
+def write_text(path: Path, max_files: int) -> int:
+    """All documentation, one file after another in a fixed shuffled order; returns the number of characters."""
+    folders = {"stdlib": Path(sysconfig.get_paths()["stdlib"])}
+    folders |= {name: Path(spec.origin).parent for name in PACKAGES if (spec := find_spec(name)) and spec.origin}
+    files = [
+        file
+        for folder in folders.values()
+        for file in sorted(folder.rglob("*.py"))
+        if "site-packages" not in file.relative_to(folder).parts
+    ]
+    files.sort(key=lambda file: hash_of(file.name))  # validation text comes from every package
+    with ProcessPoolExecutor() as pool:
+        texts = list(pool.map(docstrings, files[:max_files], chunksize=64))
+    path.write_text("\n".join(text for text in texts if text), encoding="utf-8", errors="replace")
+    return sum(map(len, texts))
+
+
+def hash_of(name: str) -> int:
+    """The same in every process, unlike ``hash``."""
+    import zlib
+
+    return zlib.crc32(name.encode())
+
+
+# ---------------------------------------------------------------- one run
+
+
+def configuration(arguments: argparse.Namespace, variant: str, seed: int):
+    """The trainer's configuration of one run."""
+    from loongforge.train.config import (
+        DataConfig,
+        ModelConfig,
+        OutputLayerConfig,
+        TrainConfig,
+        TrainingConfig,
+    )
+
+    return TrainConfig(
+        model=ModelConfig(
+            num_layers=arguments.num_layers, hidden_size=arguments.hidden_size, seq_length=arguments.seq_length,
+            num_attention_heads=arguments.hidden_size // 64, normalization="RMSNorm", swiglu=True,
+            ffn_hidden_size=arguments.hidden_size * 11 // 4, disable_bias_linear=True,
+        ),
+        training=TrainingConfig(
+            train_iters=arguments.train_iters, micro_batch_size=arguments.batch_size, seed=seed,
+            global_batch_size=arguments.batch_size, lr=1e-3, min_lr=1e-4, adam_beta2=0.95, weight_decay=0.1,
+            lr_warmup_iters=min(100, arguments.train_iters // 10), bf16=not arguments.fp32, eval_iters=8,
+        ),
+        output_layer=OutputLayerConfig(cross_entropy_loss_fusion=variant == "fused"),
+        data=DataConfig(
+            data_path=[str(arguments.output_dir / "data" / "docs")], split="95,5,0",
+            data_cache_path=str(arguments.output_dir / "data" / f"{variant}-{seed}"),
+        ),
+    )  # fmt: skip
+
+
+def train_one(arguments: argparse.Namespace, variant: str, seed: int) -> None:
+    """One run in this process: losses and validation losses as JSON, final parameters beside it."""
+    import torch
+
+    from loongforge.train.checkpoint import bare_model
+    from loongforge.train.loop import open_run, start_state, train_batches, validation_loss
+    from loongforge.train.step import train_step
+
+    torch.set_num_threads(1)
+    config = configuration(arguments, variant, seed)
+    with open_run(config) as run:
+        state, data = start_state(run), train_batches(run)
+        model = bare_model(state.model)
+        losses, validation = [], {}
+        started = time.perf_counter()
+        for step in range(1, arguments.train_iters + 1):
+            losses.append(train_step(config, state, run.layout, data).loss)
+            if step % arguments.eval_interval == 0 or step == arguments.train_iters:
+                validation[step] = validation_loss(run, state)
+        seconds = time.perf_counter() - started
+        parameters = torch.cat([parameter.detach().float().flatten().cpu() for parameter in model.parameters()])
+    from loongforge.megatron import counters
+
+    if bool(counters.fused) != (variant == "fused"):
+        raise RuntimeError(f"{variant} run computed {counters.fused} fused losses")
+    torch.save(parameters, arguments.output_dir / f"{variant}-{seed}.pt")
+    result = {
+        "variant": variant, "seed": seed, "parameters": parameters.numel(), "vocab_size": run.vocab_size,
+        "losses": losses, "validation": validation, "seconds": seconds, "fused_losses": counters.fused,
+    }  # fmt: skip
+    (arguments.output_dir / f"{variant}-{seed}.json").write_text(json.dumps(result) + "\n")
+
+
+def start(arguments: argparse.Namespace, variant: str, seed: int) -> dict:
+    """One run in a process of its own."""
+    log = arguments.output_dir / f"{variant}-{seed}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
+    with log.open("w") as output:
+        status = subprocess.run(
+            [*command, "--only", variant, str(seed)], env=environment, stdout=output, stderr=subprocess.STDOUT,
+            timeout=arguments.timeout, check=False,
+        ).returncode  # fmt: skip
+    if status:
+        lines = log.read_text(errors="replace").splitlines() or ["no output"]
+        sys.exit(f"{variant} run with seed {seed} failed (status {status}), see {log}: {lines[-1]}")
+    result = json.loads((arguments.output_dir / f"{variant}-{seed}.json").read_text())
+    print(f"{variant} seed {seed}: last loss {result['losses'][-1]:.4f}, {result['seconds']:.0f} s", flush=True)
+    return result
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def final_validation(result: dict) -> float:
+    """Validation loss after the last step."""
+    return result["validation"][max(result["validation"], key=int)]
+
+
+def cosines(folder: Path, seeds: list[int]) -> dict[str, float]:
+    """Cosine of all final parameters: fused against plain for each seed, and plain against plain between seeds."""
+    import torch
+
+    def cosine(first: str, second: str) -> float:
+        a, b = (torch.load(folder / f"{name}.pt").double() for name in (first, second))
+        return float(a @ b / (a.norm() * b.norm()))
+
+    between = {f"seed {seed}": cosine(f"fused-{seed}", f"unfused-{seed}") for seed in seeds}
+    for seed in seeds[1:]:
+        between[f"unfused, seeds {seeds[0]} and {seed}"] = cosine(f"unfused-{seeds[0]}", f"unfused-{seed}")
+    return between
+
+
+def report(content: dict, sigmas: float) -> bool:
+    """Print the tables; whether the means agree within the seeds' noise."""
+    runs = {(result["variant"], result["seed"]): result for result in content["runs"]}
+    seeds = sorted({seed for _, seed in runs})
+    print("| seed | final validation loss, fused | unfused | difference | cosine of all parameters |")
+    print("| --- | --- | --- | --- | --- |")
+    finals = {variant: [final_validation(runs[variant, seed]) for seed in seeds] for variant in VARIANTS}
+    for seed, fused, unfused in zip(seeds, *finals.values(), strict=True):
+        cosine = content["cosines"][f"seed {seed}"]
+        print(f"| {seed} | {fused:.5f} | {unfused:.5f} | {fused - unfused:+.5f} | {cosine:.6f} |")
+    means = {variant: statistics.mean(values) for variant, values in finals.items()}
+    noise = max(map(statistics.stdev, finals.values())) if len(seeds) > 1 else float("inf")
+    difference = means["fused"] - means["unfused"]
+    print(f"| mean | {means['fused']:.5f} | {means['unfused']:.5f} | {difference:+.5f} | |\n")
+    print(f"standard deviation between seeds {noise:.5f}; difference of the means {abs(difference) / noise:.2f} of it")
+    for pair, cosine in content["cosines"].items():
+        if pair.startswith("unfused"):
+            print(f"cosine of all parameters, {pair}: {cosine:.6f}")
+    return abs(difference) <= sigmas * noise
+
+
+def draw(content: dict, path: Path) -> None:
+    """Loss curves, their difference per seed, and validation losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, differences = figure.subplots(1, 2)
+    runs = {(result["variant"], result["seed"]): result for result in content["runs"]}
+    seeds = sorted({seed for _, seed in runs})
+    for number, seed in enumerate(seeds):
+        for variant, style in zip(VARIANTS, ("-", "--"), strict=True):
+            validation = runs[variant, seed]["validation"]
+            steps = sorted(map(int, validation))
+            values = [validation[str(step)] for step in steps]
+            curves.plot(steps, values, style, color=f"C{number}", linewidth=1.2, label=f"{variant}, seed {seed}")
+            if variant == "fused":
+                other = runs["unfused", seed]["validation"]
+                gaps = [value - other[str(step)] for step, value in zip(steps, values, strict=True)]
+                differences.plot(steps, gaps, "-", color=f"C{number}", linewidth=1.2, label=f"fused - unfused, {seed}")
+    others = [runs["unfused", seed]["validation"] for seed in seeds]
+    for number in range(1, len(seeds)):
+        gaps = [others[number][str(step)] - others[0][str(step)] for step in steps]
+        label = f"unfused, seed {seeds[number]} - {seeds[0]}"
+        differences.plot(steps, gaps, ":", color="0.5", linewidth=1.2, label=label)
+    curves.set(xlabel="step", ylabel="validation loss")
+    differences.set(xlabel="step", ylabel="difference of validation losses")
+    for axes in (curves, differences):
+        axes.grid(linewidth=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--redraw", action="store_true", help="only the picture and the table of an earlier run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=3, help="runs at a time, all on the same device (default 3)")
+    parser.add_argument("--fp32", action="store_true", help="train in fp32 instead of bf16")
+    parser.add_argument("--sigmas", type=float, default=2.0, help="allowed difference of the means (default 2)")
+    for name, default in (
+        ("num-layers", 4), ("hidden-size", 384), ("seq-length", 256), ("vocab-size", 32768), ("batch-size", 32),
+        ("train-iters", 1200), ("eval-interval", 100), ("timeout", 900), ("max-files", 1 << 20),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default {default})")
+    parser.add_argument("--only", nargs=2, metavar=("VARIANT", "SEED"), help="one run, in this process")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """All runs, the JSON, the picture and the table."""
+    arguments = parse()
+    folder = arguments.output_dir
+    if arguments.only:
+        train_one(arguments, arguments.only[0], int(arguments.only[1]))
+        return 0
+    if not arguments.redraw:
+        from loongforge.train.preprocess import preprocess
+
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        characters = write_text(folder / "docs.txt", arguments.max_files)
+        counts = preprocess([str(folder / "docs.txt")], str(folder / "data" / "docs"), "bpe", arguments.vocab_size)
+        print(f"{characters} characters, {counts.tokens} tokens, vocabulary {counts.vocab_size}", flush=True)
+        combinations = [(variant, seed) for seed in arguments.seeds for variant in VARIANTS]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            runs = list(pool.map(lambda pair: start(arguments, *pair), combinations))
+        content = {
+            "settings": {name: str(value) for name, value in vars(arguments).items()},
+            "text": vars(counts), "cosines": cosines(folder, arguments.seeds), "runs": runs,
+        }  # fmt: skip
+        (folder / "training.json").write_text(json.dumps(content) + "\n")
+    content = json.loads((folder / "training.json").read_text())
+    try:
+        draw(content, folder / "training.png")
+    except ImportError:
+        print("training.png not drawn: matplotlib is missing (pip install 'loongforge[plot]'); use --redraw elsewhere")
+    return 0 if report(content, arguments.sigmas) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
