@@ -1,0 +1,178 @@
+"""Liger's names and orders give Liger's formulas: against a float64 reference of what its kernel documents."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from loongforge.integrations import liger
+from tests.helpers import make_inputs
+
+IGNORED = 7
+"""A valid class as ignore_index."""
+
+
+def reference(hidden, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0,
+              label_smoothing=0.0, reduction="mean", softcap=None, use_token_scaling=False):  # fmt: skip
+    """The comments of ``liger_cross_entropy_kernel``, term by term, in plain torch."""
+    logits = hidden @ weight.T
+    if bias is not None:
+        logits = logits + bias
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    valid = target != ignore_index
+    label = target.where(valid, 0)[:, None]
+    lse = logits.logsumexp(-1)
+    loss = lse - logits.gather(1, label)[:, 0]
+    ce = torch.ones(weight.shape[0], dtype=logits.dtype) if ce_weight is None else ce_weight.to(logits.dtype)
+    label_weight = ce[label[:, 0]]
+    eps = label_smoothing / weight.shape[0]
+    smooth = (-eps * logits * ce).sum(-1) + eps * lse * ce.sum()
+    loss = label_weight * loss * (1 - label_smoothing) + smooth
+    z_loss = lse_square_scale * lse * lse
+    if reduction == "mean":
+        loss = loss / (label_weight * valid).sum()
+        z_loss = z_loss / valid.sum()
+    loss = loss + z_loss
+    if use_token_scaling:
+        loss = loss * logits.softmax(-1).gather(1, label)[:, 0].detach()
+    loss = loss.where(valid, 0.0)
+    return loss if reduction == "none" else loss.sum()
+
+
+CASES = {
+    "plain": {},
+    "ignore_index": {"ignore_index": IGNORED},
+    "z": {"lse_square_scale": 1e-2},
+    "smoothing": {"label_smoothing": 0.2},
+    "softcap": {"softcap": 3.0},
+    "accum_dtype": {"accum_dtype": torch.float32},
+    "ce_weight": {"ce_weight": True},
+    "ce_weight and smoothing": {"ce_weight": True, "label_smoothing": 0.1},
+    "token scaling": {"use_token_scaling": True},
+    "token scaling and softcap": {"use_token_scaling": True, "softcap": 2.0, "ignore_index": IGNORED},
+    "all": {"lse_square_scale": 1e-3, "label_smoothing": 0.1, "softcap": 5.0, "ignore_index": IGNORED},
+}
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def prepare(options, bias):
+    """Inputs whose labels use the case's ignore_index, and the case's options with a real class weight."""
+    inputs = make_inputs(53, 24, 101, bias=bias)
+    options = dict(options)
+    ignore_index = options.get("ignore_index", -100)
+    inputs.target[inputs.target == -100] = ignore_index
+    if "ce_weight" in options:
+        options["ce_weight"] = torch.rand(101, generator=torch.Generator().manual_seed(1)) + 0.5
+    return inputs, options
+
+
+def check(loss_of, inputs, options, reduction):
+    ours, exact = inputs.leaves(), inputs.leaves(torch.float64)
+    known = {name: value for name, value in options.items() if name != "accum_dtype"}
+    expected = reference(exact.hidden, exact.weight, exact.target, exact.bias, reduction=reduction, **known)
+    actual = loss_of(ours)
+    assert actual.shape == expected.shape and actual.dtype == torch.float32
+    upstream = torch.rand(expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.5
+    grads = torch.autograd.grad(actual, ours.tensors, upstream.float())
+    truth = torch.autograd.grad(expected, exact.tensors, upstream)
+    for value, right in zip((actual, *grads), (expected, *truth), strict=True):
+        assert (value.double() - right).norm() <= 3e-6 * right.norm()
+
+
+@pytest.mark.parametrize(("case", "reduction"), list(itertools.product(CASES, REDUCTIONS)))
+def test_module(case, reduction):
+    inputs, options = prepare(CASES[case], bias=True)
+    module = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)
+    check(lambda x: module(x.weight, x.hidden, x.target, x.bias), inputs, options, reduction)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_function_and_functional_by_place(reduction):
+    inputs, options = prepare({"label_smoothing": 0.1, "softcap": 4.0, "ce_weight": True}, bias=False)
+    places = (None, options["ce_weight"], -100, 0.0, 0.1, reduction, 4.0, False, None, False, False, False)
+    function = liger.LigerFusedLinearCrossEntropyFunction.apply
+    check(
+        lambda x: liger.liger_fused_linear_cross_entropy(x.hidden, x.weight, x.target, *places),
+        inputs,
+        options,
+        reduction,
+    )
+    check(
+        lambda x: liger.liger_fused_linear_cross_entropy(x.hidden, x.weight, x.target, *places, 4),
+        inputs,
+        options,
+        reduction,
+    )
+    for more in ((), (None, None, 2)):
+        results = function(inputs.hidden, inputs.weight, inputs.target, *places, *more)
+        assert len(results) == 4 and results[1:] == (None, None, None)
+        check(
+            lambda x, more=more: function(x.hidden, x.weight, x.target, *places, *more)[0], inputs, options, reduction
+        )
+
+
+def test_ce_weight_and_z_loss_sum_as_liger_does():
+    inputs, options = prepare({"ce_weight": True, "lse_square_scale": 1e-2, "label_smoothing": 0.1}, bias=True)
+    for reduction in ("sum", "none"):
+        module = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)
+        check(lambda x, module=module: module(x.weight, x.hidden, x.target, x.bias), inputs, options, reduction)
+
+
+def test_no_valid_token_is_zero():
+    inputs = make_inputs(9, 8, 11).leaves()
+    inputs.target.fill_(-100)
+    for scaling in (False, True):
+        module = liger.LigerFusedLinearCrossEntropyLoss(use_token_scaling=scaling)
+        loss = module(inputs.weight, inputs.hidden, inputs.target)
+        assert loss.item() == 0.0
+        assert not any(grad.any() for grad in torch.autograd.grad(loss, [inputs.weight, inputs.hidden]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"return_z_loss": True}, "return_z_loss=True"),
+        ({"return_token_accuracy": True}, "return_token_accuracy=True"),
+        ({"return_predicted_tokens": True}, "return_predicted_tokens=True"),
+        ({"accum_dtype": torch.bfloat16}, "accum_dtype=torch.bfloat16: loongforge accumulates in float32"),
+        ({"ce_weight": torch.ones(3), "lse_square_scale": 0.1}, "lse_square_scale with ce_weight and reduction='mean'"),
+        ({"use_token_scaling": True, "label_smoothing": 0.1}, "use_token_scaling with"),
+        ({"use_token_scaling": True, "lse_square_scale": 0.1}, "use_token_scaling with"),
+        ({"use_token_scaling": True, "ce_weight": torch.ones(3)}, "use_token_scaling with"),
+    ),
+)
+def test_what_is_missing_is_refused_by_name(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        liger.LigerFusedLinearCrossEntropyLoss(**options)
+
+
+def test_bad_input_is_refused():
+    inputs = make_inputs(5, 4, 11)
+    with pytest.raises(TypeError, match="chunked"):
+        liger.LigerFusedLinearCrossEntropyLoss(chunked=True)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        liger.liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.target, reduction="median")
+    with pytest.raises(NotImplementedError, match="ce_impl='cutile': the implementation is chosen by LCE_IMPL"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(
+            inputs.hidden, inputs.weight, inputs.target, None,
+            None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False, "cutile",
+        )  # fmt: skip
+
+
+LIGER_ORDER = (
+    "ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss",
+    "accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens",
+)  # fmt: skip
+
+
+def test_signatures_are_ligers():
+    def names(function):
+        return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+    assert names(liger.LigerFusedLinearCrossEntropyLoss.__init__) == LIGER_ORDER
+    assert names(liger.LigerFusedLinearCrossEntropyLoss.forward) == ("lin_weight", "_input", "target", "bias")
+    assert names(liger.liger_fused_linear_cross_entropy) == ("input", "weight", "target", "bias", *LIGER_ORDER)
+    module = liger.LigerFusedLinearCrossEntropyLoss(None, 3, softcap=2.0)
+    assert (module.ignore_index, module.softcap, module.reduction, module.ce_weight) == (3, 2.0, "mean", None)
