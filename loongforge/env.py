@@ -98,6 +98,16 @@ def in_force() -> dict[str, str]:
     return {name: os.environ[name] for name in VARIABLES if _get(name) is not None}
 
 
+def unknown() -> dict[str, str]:
+    """Variables that begin with ``LCE_`` and are none of ours, each with a hint at what may have been meant."""
+    hints = {}
+    for name in sorted(os.environ):
+        if name.startswith("LCE_") and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            hints[name] = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(VARIABLES)}"
+    return hints
+
+
 def _get(name: str) -> str | None:
     text = os.environ.get(name, "").strip()
     return text or None
@@ -125,8 +135,5 @@ def _whole_number(name: str, text: str, at_least: int) -> int:
 @cache
 def _warn_of_unknown_names() -> None:
     """Once per process: reading the whole environment at every call would be slow."""
-    for name in sorted(os.environ):
-        if name.startswith("LCE_") and name not in VARIABLES:
-            close = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(VARIABLES)}"
-            warnings.warn(f"environment variable {name} is not one that loongforge reads{hint}", stacklevel=3)
+    for name, hint in unknown().items():
+        warnings.warn(f"environment variable {name} is not one that loongforge reads{hint}", stacklevel=3)
