@@ -1,0 +1,96 @@
+"""Out of memory inside the output layer: the error says which setting would have fitted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from loongforge.plan import KEPT_MULTIPLE, ChunkPlan, Reservation, logits_budget
+
+_MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def explained(plan: ChunkPlan, device: torch.device, own: Reservation | None, kept_bytes: int = 0) -> Iterator[None]:
+    """Add :func:`advice` to an out-of-memory error raised inside.
+
+    ``own`` is this call's share of the budget, ``kept_bytes`` what the call holds already (kept logits in backward).
+    """
+    before = _allocated(device)
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        there = _free(device) + _allocated(device) - before + kept_bytes
+        others = logits_budget.bytes_in_use - (own.num_bytes if own is not None else 0)
+        raise type(error)(f"{error}\n{advice(plan, there, others)}") from error
+
+
+def advice(plan: ChunkPlan, there: int, others: int = 0) -> str:
+    """What to set so that a call of this plan fits into ``there`` bytes; other calls hold ``others`` of the budget."""
+    needed = (
+        f"loongforge: the output layer over {plan.num_tokens} tokens, hidden size {plan.hidden_size} and "
+        f"{plan.vocab_rows} vocabulary rows needs {_mib(plan.peak_bytes)} above its inputs "
+        f"({plan.explain()}) and had {_mib(there)}. "
+    )
+    rows = rows_that_fit(plan, there)
+    keeps = plan.kept_rows > 0 or plan.tokens_per_chunk > 0
+    if rows is not None and plan.peak_bytes <= there:
+        return needed + (
+            "That should have fitted: the free memory is in pieces. Set PYTORCH_CUDA_ALLOC_CONF="
+            "expandable_segments:True, or lower LCE_LOGITS_BUDGET_MB."
+        )
+    if rows is not None and keeps:
+        budget = (replace(plan, kept_rows=rows, tokens_per_chunk=0).kept_bytes + others) // _MIB
+        return needed + f"LCE_LOGITS_BUDGET_MB={budget} (option logits_budget_mb) would fit; 0 keeps no logits."
+    width = width_that_fits(plan, there)
+    first = "LCE_LOGITS_BUDGET_MB=0 and " if keeps else "LCE_LOGITS_BUDGET_MB is 0 in effect: no logits are kept. "
+    if width is not None:
+        return (
+            needed
+            + first
+            + (
+                f"chunks of at most {width} rows (LCE_FWD_VOCAB_SPLIT_SIZE={width} LCE_BWD_VOCAB_SPLIT_SIZE={width}) "
+                "would fit."
+            )
+        )
+    least = replace(plan, kept_rows=0, tokens_per_chunk=0, forward_width=KEPT_MULTIPLE, backward_width=KEPT_MULTIPLE)
+    return needed + (
+        f"Even LCE_LOGITS_BUDGET_MB=0 with chunks of {KEPT_MULTIPLE} rows needs {_mib(least.peak_bytes)}: use fewer "
+        "tokens a call (micro-batch size), more tensor-parallel ranks, or recompute activations."
+    )
+
+
+def rows_that_fit(plan: ChunkPlan, there: int) -> int | None:
+    """Most vocabulary rows that could be kept within ``there`` bytes; None where not even 0 fit."""
+    candidates = [plan.vocab_rows, *range(plan.vocab_rows // KEPT_MULTIPLE * KEPT_MULTIPLE, -1, -KEPT_MULTIPLE)]
+    for rows in candidates:
+        if replace(plan, kept_rows=rows, tokens_per_chunk=0).peak_bytes <= there:
+            return rows
+    return None
+
+
+def width_that_fits(plan: ChunkPlan, there: int) -> int | None:
+    """Widest chunks, narrower than the plan's, that fit with nothing kept; None where none do."""
+    widest = min(max(plan.forward_width, plan.backward_width), plan.vocab_rows)
+    for width in range(widest // KEPT_MULTIPLE * KEPT_MULTIPLE, 0, -KEPT_MULTIPLE):
+        narrow = replace(plan, kept_rows=0, tokens_per_chunk=0, forward_width=width, backward_width=width)
+        if narrow.peak_bytes <= there:
+            return width
+    return None
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that the allocator could hand out: the device's free memory and its own unused blocks."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.0f} MiB"
