@@ -28,10 +28,10 @@ def refusing_second_derivatives(backward: Callable) -> Callable:
     once = once_differentiable(backward)
 
     @wraps(backward)
-    def wrapper(ctx: Any, grad_loss: torch.Tensor) -> Any:
+    def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
-            grad_loss = grad_loss.detach().requires_grad_()
-        return once(ctx, grad_loss)
+            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+        return once(ctx, *grads)
 
     return wrapper
 
@@ -55,7 +55,8 @@ class Call:
     kernels: RowKernels
     tiles: TileKernels | None
     plan: ChunkPlan
-    dtype: torch.dtype  # of the matrix products
+    dtype: torch.dtype  # of the operands of the matrix products
+    logits_dtype: torch.dtype  # of stored logits
     num_classes: int  # global vocabulary size without padding
     rows_per_rank: int  # weight rows of each rank, padding included
     needs_grad: bool
@@ -72,8 +73,12 @@ class Labels:
 
     @classmethod
     def of(cls, target_T: torch.Tensor, call: Call) -> Labels:
-        ignored_T = target_T == call.options.ignore_index
-        out_of_range_T = (target_T.clamp(0, call.num_classes - 1) != target_T).logical_and_(~ignored_T)
+        return cls.among(target_T, call.num_classes, call.options.ignore_index)
+
+    @classmethod
+    def among(cls, target_T: torch.Tensor, num_classes: int, ignore_index: int) -> Labels:
+        ignored_T = target_T == ignore_index
+        out_of_range_T = (target_T.clamp(0, num_classes - 1) != target_T).logical_and_(~ignored_T)
         return cls(ignored_T, out_of_range_T)
 
     def mark_(self, value_T: torch.Tensor) -> torch.Tensor:
@@ -85,7 +90,9 @@ def formula_of(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: 
     return Formula.of(call.options, call.num_classes, target_T, class_weight)
 
 
-def head_of(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Call) -> chunks.Head:
+def head_of(
+    hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Call, base_weight: torch.Tensor | None = None
+) -> chunks.Head:
     """Start gathering the tokens, leave padded vocabulary rows out, number the labels from this rank's rows."""
     tokens = call.parallel.gather_tokens(hidden.to(call.dtype))
     rows = call.plan.vocab_rows
@@ -100,6 +107,8 @@ def head_of(hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Ca
         kernels=call.kernels,
         tiles=call.tiles,
         plan=call.plan,
+        logits_dtype=call.logits_dtype,
+        base_VH=None if base_weight is None else base_weight[:rows],
     )
 
 
@@ -156,29 +165,44 @@ def prepare_call(
     parallel: VocabParallel,
     weight_grad_sink: WeightGradSink | None,
     gradient_bytes: int | None,
+    has_adapter: bool = False,
+    outputs: frozenset[str] = frozenset(),
 ) -> Call:
-    """Choose kernels and plan; ``gradient_bytes`` is what gradients in forward would keep, None where they cannot."""
+    """Choose kernels and plan; ``gradient_bytes`` is what gradients in forward would keep, None where they cannot.
+
+    ``outputs`` beside the loss need :class:`loongforge.kernels.interface.OutputKernels`, which tile kernels are not.
+    """
     dtype = checks.compute_dtype(hidden)
+    logits_dtype = torch.promote_types(dtype, torch.float32) if options.fp32_logits else dtype
     rows_per_rank = weight.shape[0]
     num_classes = options.vocab_size or rows_per_rank * parallel.size
     vocab_rows = min(max(num_classes - parallel.rank * rows_per_rank, 0), rows_per_rank)
-    kernels = row_kernels(hidden.device, options, dtype, has_class_weight)
+    kernels = row_kernels(hidden.device, options, logits_dtype, has_class_weight, outputs)
+    may_use_tiles = dtype == hidden.dtype and not has_adapter and not outputs
     needs_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     reservation, kept_bytes, in_forward = None, 0, False
     if needs_grad and not _will_be_run_again():
-        reservation = logits_budget.reserve(options, num_tokens, vocab_rows, dtype.itemsize, gradient_bytes)
+        reservation = logits_budget.reserve(options, num_tokens, vocab_rows, logits_dtype.itemsize, gradient_bytes)
         kept_bytes, in_forward = reservation.logits_bytes, reservation.for_gradients
     return Call(
         options=options,
         parallel=parallel,
         kernels=kernels,
-        tiles=tile_kernels(kernels.name, hidden, weight) if dtype == hidden.dtype else None,
+        tiles=tile_kernels(kernels.name, hidden, weight) if may_use_tiles else None,
         plan=plan_chunks(
-            kernels.name, num_tokens, hidden.shape[-1], vocab_rows, dtype.itemsize, kept_bytes, in_forward
-        ),
+            kernels.name,
+            num_tokens,
+            hidden.shape[-1],
+            vocab_rows,
+            logits_dtype.itemsize,
+            kept_bytes,
+            in_forward,
+            dtype.itemsize,
+        ),  # fmt: skip
         dtype=dtype,
+        logits_dtype=logits_dtype,
         num_classes=num_classes,
         rows_per_rank=rows_per_rank,
         needs_grad=needs_grad,

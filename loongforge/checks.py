@@ -8,6 +8,12 @@ from loongforge.options import LossOptions
 from loongforge.parallel import VocabParallel
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_QUANTISED = {
+    "transformer_engine": "{}.dequantize()",
+    "torchao": "{}.dequantize()",
+    "bitsandbytes": "bitsandbytes.functional.dequantize_4bit({0}.data, {0}.quant_state)",
+}
+"""Packages whose tensor classes name a float dtype but hold something else, and how to get float rows out of them."""
 _LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -48,6 +54,55 @@ def check_inputs(
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
     _check_class_weight(class_weight, num_classes)
+
+
+def check_token_weight(token_weight: torch.Tensor | None, target: torch.Tensor) -> None:
+    """``token_weight`` has one bool or number for each label."""
+    if token_weight is None:
+        return
+    _check_plain_tensor("token_weight", token_weight)
+    if token_weight.shape != target.shape or token_weight.device != target.device or token_weight.is_complex():
+        raise ValueError(
+            f"token_weight must have target's shape {list(target.shape)} on {target.device}, got "
+            f"{list(token_weight.shape)} of {token_weight.dtype} on {token_weight.device}"
+        )
+
+
+def check_adapter(
+    adapter: tuple[torch.Tensor, torch.Tensor] | None, hidden: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """``adapter`` is ``(low_rank [..., R], up [V, R])`` for hidden [..., H] and a frozen weight [V, H]."""
+    if adapter is None:
+        return
+    if not isinstance(adapter, tuple) or len(adapter) != 2:
+        raise TypeError(f"adapter must be a pair (low_rank [..., R], up [V, R]), got {type(adapter).__name__}")
+    for name, tensor in zip(("adapter[0]", "adapter[1]"), adapter, strict=True):
+        _check_plain_tensor(name, tensor)
+        if tensor.dtype not in FLOAT_DTYPES or tensor.device != hidden.device:
+            raise TypeError(f"{name} must be a float tensor on {hidden.device}, got {tensor.dtype} on {tensor.device}")
+    low_rank, up = adapter
+    if low_rank.shape[:-1] != hidden.shape[:-1] or up.dim() != 2 or up.shape != (weight.shape[0], low_rank.shape[-1]):
+        raise ValueError(
+            f"adapter must be [..., R] like hidden {list(hidden.shape)} and [{weight.shape[0]}, R] like weight's rows, "
+            f"got {list(low_rank.shape)} and {list(up.shape)}"
+        )
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    if not autocast and not low_rank.dtype == up.dtype == hidden.dtype:
+        raise TypeError(f"hidden is {hidden.dtype}, the adapter {low_rank.dtype} and {up.dtype}: cast them")
+    if weight.requires_grad:
+        raise ValueError(
+            "weight requires a gradient beside an adapter: freeze it (weight.requires_grad_(False), or pass "
+            "weight.detach()), or train weight + up @ down as one matrix"
+        )
+
+
+def refuse_function_transforms() -> None:
+    """``torch.func`` transforms would see an operation whose backward is not made of differentiable pieces."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            "the fused loss does not run inside torch.func transforms (grad, vjp, jvp, vmap, hessian, functionalize): "
+            "use torch.autograd.grad or loss.backward(); torch.func.functional_call works outside of them"
+        )
 
 
 def check_logits(logits: torch.Tensor, target: torch.Tensor) -> None:
@@ -119,6 +174,13 @@ def _check_plain_tensor(name: str, tensor: object) -> torch.Tensor:
             f"pass {name}.to_local() and, for a weight sharded over its rows, tp_group=; "
             "or gather it with full_tensor()"
         )
+    for cls in type(tensor).__mro__:
+        how = _QUANTISED.get(cls.__module__.partition(".")[0])
+        if how is not None:
+            raise TypeError(
+                f"{name} is a quantised {cls.__module__}.{type(tensor).__name__}: the output layer takes bf16, fp16 or "
+                f"fp32 rows; keep it out of quantisation, or pass {how.format(name)}"
+            )
     return tensor
 
 
@@ -190,7 +252,7 @@ def _check_target_shape(hidden: torch.Tensor, target: torch.Tensor, parallel: Vo
 
 def check_labels_in_range(target: torch.Tensor, out_of_range: torch.Tensor, num_classes: int) -> None:
     """``LCE_CHECK_LABELS=1``: raise IndexError naming the first bad label.  Synchronises with the host."""
-    refuse_under_graph_capture("LCE_CHECK_LABELS", target.device)
+    refuse_under_graph_capture("LCE_CHECK_LABELS=1", target.device)
     positions = out_of_range.nonzero()
     if len(positions):
         row = positions[0].tolist()
@@ -201,7 +263,14 @@ def check_labels_in_range(target: torch.Tensor, out_of_range: torch.Tensor, num_
         )
 
 
-def refuse_under_graph_capture(name: str, device: torch.device) -> None:
-    """Debugging checks read results on the host, which a CUDA graph cannot record."""
+def check_number_of_tokens(count: torch.Tensor, bound: int) -> None:
+    """``LCE_CHECK_LABELS=1``: raise ValueError where more tokens carry a loss than ``compact_tokens`` allows."""
+    refuse_under_graph_capture("LCE_CHECK_LABELS=1", count.device)
+    if int(count) > bound:
+        raise ValueError(f"{int(count)} tokens carry a loss, more than compact_tokens={bound}: raise the bound")
+
+
+def refuse_under_graph_capture(name: str, device: torch.device, remedy: str = "unset it") -> None:
+    """What reads a result on the host cannot be recorded by a CUDA graph."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{name}=1 synchronises with the host and cannot run under CUDA graph capture: unset it")
+        raise RuntimeError(f"{name} synchronises with the host and cannot run under CUDA graph capture: {remedy}")

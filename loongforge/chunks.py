@@ -23,7 +23,8 @@ class Head:
     """One output layer on one rank: what both directions of the loop read.
 
     tokens [T, H] and weight_VH [V, H] may differ in dtype (autocast over float32 weights): each chunk of the
-    weight is cast to hidden's dtype as it is used, so that no second copy of the weight exists.
+    weight is cast to hidden's dtype as it is used, so that no second copy of the weight exists.  With a frozen
+    ``base_VH`` (an adapter) a chunk of the weight is ``[base | weight]``, joined as it is used; tokens are as wide.
     """
 
     tokens: Tokens  # hidden states, of which other ranks' may still be on their way
@@ -33,8 +34,10 @@ class Head:
     class_weight_V: torch.Tensor | None
     transform: LogitTransform
     kernels: RowKernels
-    tiles: TileKernels | None  # take the chunks that are not kept, where they exist
+    tiles: TileKernels | None  # where they exist, take the chunks that are not kept, and maybe those that are
     plan: ChunkPlan
+    logits_dtype: torch.dtype
+    base_VH: torch.Tensor | None = None
 
     @property
     def hidden_TH(self) -> torch.Tensor:
@@ -48,7 +51,12 @@ class Head:
 
     def weight_rows(self, start: int, stop: int) -> torch.Tensor:
         """[stop - start, H] in the dtype of hidden."""
-        return self.weight_VH[start:stop].to(self.tokens.dtype)
+        weight_CH = self.weight_VH[start:stop].to(self.tokens.dtype)
+        return weight_CH if self.base_VH is None else torch.cat([self.base_VH[start:stop].to(weight_CH), weight_CH], 1)
+
+    def trained_hidden(self) -> torch.Tensor:
+        """The columns of hidden that multiply ``weight_VH``: all, or those behind the base's."""
+        return self.hidden_TH if self.base_VH is None else self.hidden_TH[:, self.base_VH.shape[1] :]
 
     def bias_rows(self, start: int, stop: int) -> torch.Tensor | None:
         """[stop - start] in the dtype of hidden."""
@@ -66,8 +74,9 @@ class Head:
         return None if self.class_weight_V is None else self.class_weight_V[start:stop]
 
     def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
-        """One GEMM for everything kept, unless casting the weight asks for pieces."""
-        step = kept_rows if self.weight_VH.dtype == self.tokens.dtype else self.plan.forward_width
+        """One GEMM for everything kept, unless casts or an adapter would make copies of it."""
+        as_it_is = self.weight_VH.dtype == self.logits_dtype == self.tokens.dtype and self.base_VH is None
+        step = kept_rows if as_it_is else self.plan.forward_width
         return [(start, min(start + step, kept_rows)) for start in range(0, kept_rows, max(1, step))]
 
 
@@ -85,15 +94,18 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
     kept_rows = head.plan.kept_rows if keep else 0
     kept = None
     if kept_rows:
-        kept = head.tokens.new_empty((head.plan.num_tokens, kept_rows))
-        for start, stop in head.kept_ranges(kept_rows):
-            head.compute_logits(start, stop, kept[:, start:stop])
-        _accumulate(head, kept, 0, kept_rows, stats)
+        kept = _Buffer(head, kept_rows, 0, head.logits_dtype).chunk(kept_rows)
+        if head.tiles is not None and head.tiles.keeps_logits and kept.dtype == head.tokens.dtype:
+            _accumulate_tiles(head, 0, kept_rows, stats, kept)
+        else:
+            for start, stop in head.kept_ranges(kept_rows):
+                head.compute_logits(start, stop, kept[:, start:stop])
+            _accumulate(head, kept, 0, kept_rows, stats)
     if head.tiles is not None:
         if kept_rows < head.plan.vocab_rows:
             _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
         return stats, kept
-    buffer = _Buffer(head, head.plan.forward_width, kept_rows)
+    buffer = _Buffer(head, head.plan.forward_width, kept_rows, head.logits_dtype)
     for start, stop in head.plan.forward_chunks(kept_rows):
         _accumulate(head, head.compute_logits(start, stop, buffer.chunk(stop - start)), start, stop, stats)
     return stats, kept
@@ -107,17 +119,20 @@ def backward(
     weight_grad: WeightGrad | None,
     needs_bias: bool,
     scale: torch.Tensor | None = None,
+    overwrite_kept: bool = True,
 ) -> torch.Tensor | None:
     """Gradients of the sum over tokens that ``coefficients`` stand for; returns grad_bias [V] where it is asked for.
 
-    ``kept`` is overwritten.  ``scale`` (a device scalar) says that the coefficients were multiplied by it, so that
-    float16 logit gradients neither underflow nor overflow; it is divided out of each product in float32.
+    ``kept`` is overwritten unless told otherwise, which copies it chunk by chunk.  ``scale`` (a device scalar) says
+    that the coefficients were multiplied by it, so that float16 logit gradients neither underflow nor overflow; it is
+    divided out of each product in float32.
     ``take_grad_hidden`` gets grad_hidden [T, H] once, before the last product of the weight gradient, in the
     statistics' dtype, or in hidden's where one product gives it whole.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
     recomputed = head.plan.backward_chunks(kept_rows)
-    num_chunks = len(head.kept_ranges(kept_rows)) + len(recomputed)
+    kept_ranges = head.kept_ranges(kept_rows) if overwrite_kept else head.plan.pieces(kept_rows)
+    num_chunks = len(kept_ranges) + len(recomputed)
     grad_hidden = None
     if take_grad_hidden is not None:
         grad_hidden = _HiddenGrad(head, num_chunks, scale, take_grad_hidden)
@@ -127,25 +142,33 @@ def backward(
 
     def use(logits_TC: torch.Tensor, start: int, stop: int) -> None:
         """Two GEMMs and a column sum out of one chunk that already holds its gradient."""
+        logits_TC = logits_TC.to(head.tokens.dtype)  # the products take operands of one dtype
         if grad_hidden is not None:
             grad_hidden.add(logits_TC, head.weight_rows(start, stop))
         if weight_grad is not None:
-            _weight_rows_grad(weight_grad, logits_TC, head.hidden_TH, start, stop, scale)
+            _weight_rows_grad(weight_grad, logits_TC, head.trained_hidden(), start, stop, scale)
         if grad_bias is not None:
             column_sum_C = logits_TC.sum(0, dtype=grad_bias.dtype)
             grad_bias[start:stop] = column_sum_C if scale is None else column_sum_C / scale
 
     if kept is not None:
-        _to_gradient(head, kept, 0, kept_rows, coefficients)
-        for start, stop in head.kept_ranges(kept_rows):
-            use(kept[:, start:stop], start, stop)
-    buffer = _Buffer(head, head.plan.backward_width, kept_rows)
+        if overwrite_kept:
+            _to_gradient(head, kept, 0, kept_rows, coefficients)
+        for start, stop in kept_ranges:
+            logits_TC = kept[:, start:stop]
+            if not overwrite_kept:
+                logits_TC = logits_TC.clone(memory_format=torch.contiguous_format)
+                _to_gradient(head, logits_TC, start, stop, coefficients)
+            use(logits_TC, start, stop)
+    in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
+    buffer = _Buffer(head, head.plan.backward_width, kept_rows, head.tokens.dtype if in_tiles else head.logits_dtype)
     for start, stop in recomputed:
-        logits_TC = buffer.chunk(stop - start)
         if head.tiles is not None and start >= head.plan.kept_rows:
+            logits_TC = buffer.chunk(stop - start, head.tokens.dtype)
             _tiles_to_gradient(head, logits_TC, start, stop, coefficients)
         else:
-            _to_gradient(head, head.compute_logits(start, stop, logits_TC), start, stop, coefficients)
+            logits_TC = head.compute_logits(start, stop, buffer.chunk(stop - start))
+            _to_gradient(head, logits_TC, start, stop, coefficients)
         use(logits_TC, start, stop)
     head.tokens.wait()  # where nothing needed them, other ranks may have
     return grad_bias
@@ -167,14 +190,15 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
         head.kernels.accumulate(logits_TC, head.label_T, start, stats, head.transform, class_weight_C)
 
 
-def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
+def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats, out_TC: torch.Tensor | None = None) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
     assert head.tiles is not None
     weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
     for rows, hidden_TH in head.tokens.pieces():
         head.tiles.accumulate(
-            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C
-        )
+            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C,
+            None if out_TC is None else out_TC[rows],
+        )  # fmt: skip
 
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
@@ -214,16 +238,17 @@ def _weight_rows_grad(
 class _Buffer:
     """One allocation that every chunk of a direction reuses; a ragged last chunk is a smaller view of it."""
 
-    def __init__(self, head: Head, width: int, first_row: int) -> None:
+    def __init__(self, head: Head, width: int, first_row: int, dtype: torch.dtype) -> None:
         self._num_tokens = head.plan.num_tokens
         # Tile kernels store whole 16-byte vectors, so their rows start at multiples of one.
         self._multiple = 1 if head.tiles is None else 16 // head.tokens.dtype.itemsize
         widest = self._stride(min(width, head.plan.vocab_rows - first_row))
-        self._flat = head.tokens.new_empty((self._num_tokens * widest,))
+        self._flat = head.tokens.new_empty((self._num_tokens * widest,), dtype)
 
-    def chunk(self, width: int) -> torch.Tensor:
-        stride = self._stride(width)
-        return self._flat[: self._num_tokens * stride].view(self._num_tokens, stride)[:, :width]
+    def chunk(self, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[T, width] of the buffer's dtype, or of a narrower one."""
+        stride, flat = self._stride(width), self._flat if dtype is None else self._flat.view(dtype)
+        return flat[: self._num_tokens * stride].view(self._num_tokens, stride)[:, :width]
 
     def _stride(self, width: int) -> int:
         return -(-width // self._multiple) * self._multiple

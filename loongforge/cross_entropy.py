@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from loongforge import checks, env
+from loongforge.agreement import ranks_agree
 from loongforge.call import Call, Labels, StatisticsExchange, formula_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
 from loongforge.kernels.interface import RowStats
@@ -89,10 +90,11 @@ def cross_entropy(
     Args:
         logits: [..., V]; bf16, fp16, fp32 or fp64.  Under ``tp_group`` this rank's columns.
         target: [...] integer *global* class indices; the leading shape of logits.
-        normalizer, class_weight: as in :func:`loongforge.linear_cross_entropy`.
+        normalizer: as in :func:`loongforge.linear_cross_entropy`.
+        class_weight: likewise, of the whole vocabulary.
         inplace_backward: backward writes the gradient over ``logits``, which must not be used afterwards.
-        **options: fields of :class:`loongforge.LossOptions`; ``sequence_parallel`` and ``logits_budget_mb`` have no
-            meaning here and are refused.
+        **options: fields of :class:`loongforge.LossOptions`; ``sequence_parallel``, ``logits_budget_mb``,
+            ``compact_tokens`` and ``fp32_logits`` have no meaning here and are refused.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits): a scalar, or target's shape for ``reduction="none"``.
@@ -103,7 +105,8 @@ def cross_entropy(
     """
     built = build_options(options)
     parallel = VocabParallel.from_group(built.tp_group, False)
-    _check(logits, target, built, inplace_backward)
+    with ranks_agree(parallel, built, {"logits": logits, "target": target, "class_weight": class_weight}):
+        _check(logits, target, built, inplace_backward)
     logits_TV = logits.reshape(-1, logits.shape[-1])
     if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:
         logits_TV = logits_TV.contiguous()
@@ -118,7 +121,7 @@ def cross_entropy(
     if class_weight is not None:
         class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
     loss_T = _LossPerToken.apply(logits_TV, target_T, class_weight, call, inplace_backward)
-    return reduce_loss(loss_T, target, target_T, class_weight, normalizer, call)
+    return reduce_loss(loss_T, target, target_T, class_weight, normalizer, built, call.num_classes)
 
 
 def _prepare_call(
@@ -135,6 +138,7 @@ def _prepare_call(
         tiles=None,
         plan=plan_chunks(kernels.name, num_tokens, 1, rows, logits_TV.element_size()),
         dtype=logits_TV.dtype,
+        logits_dtype=logits_TV.dtype,
         num_classes=num_classes,
         rows_per_rank=columns,
         needs_grad=logits_TV.requires_grad,
@@ -145,7 +149,7 @@ def _prepare_call(
 
 def _check(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, inplace_backward: bool) -> None:
     checks.check_logits(logits, target)
-    for name in ("sequence_parallel", "logits_budget_mb"):
+    for name in ("sequence_parallel", "logits_budget_mb", "compact_tokens", "fp32_logits"):
         if getattr(options, name) not in (False, None):
             raise ValueError(f"{name} has no meaning for logits that exist: use loongforge.linear_cross_entropy")
     if inplace_backward and logits.is_leaf and logits.requires_grad:

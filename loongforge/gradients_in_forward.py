@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from loongforge import chunks
+from loongforge import chunks, out_of_memory
 from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
 from loongforge.parallel import Tokens
@@ -27,13 +27,19 @@ def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 class LossSum(torch.autograd.Function):
-    """(hidden, weight, bias, target [T], class_weight) -> sum of the losses; without a tensor-parallel group."""
+    """(hidden, weight, bias, target [T], class_weight, base_weight, token_weight [T]) -> sum of the weighted losses.
+
+    Without a tensor-parallel group.
+    """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target_T, class_weight, call: Call):  # noqa: D102
+    def forward(  # noqa: D102
+        ctx, hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T, call: Call
+    ):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, class_weight, target_T, call)
+        explained = out_of_memory.explained(call.plan, hidden.device, call.reservation)
+        with explained, torch.autocast(hidden.device.type, enabled=False):
+            head = head_of(hidden, weight, bias, class_weight, target_T, call, base_weight)
             grad_hidden = torch.empty_like(head.hidden_TH, dtype=_hidden_grad_dtype(hidden)) if needs_hidden else None
             grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
             grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs_bias else None
@@ -42,8 +48,9 @@ class LossSum(torch.autograd.Function):
                 rows = slice(start, min(start + call.plan.tokens_per_chunk, call.plan.num_tokens))
                 weight_grad = None if grad_weight is None else chunks.WeightGrad(grad_weight, accumulate=start > 0)
                 take = None if grad_hidden is None else grad_hidden[rows].copy_
+                share_T = None if token_weight_T is None else token_weight_T[rows]
                 loss_of_chunk, grad_bias_of_chunk = _token_chunk(
-                    _rows_of(head, rows), target_T[rows], class_weight, call, take, weight_grad, needs_bias
+                    _rows_of(head, rows), target_T[rows], class_weight, share_T, call, take, weight_grad, needs_bias
                 )
                 loss += loss_of_chunk
                 if grad_bias is not None and grad_bias_of_chunk is not None:
@@ -66,7 +73,7 @@ class LossSum(torch.autograd.Function):
                 continue
             shape, dtype = like
             grads.append(torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype)).view(shape))
-        return *grads, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
@@ -76,13 +83,14 @@ def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
     return replace(head, tokens=Tokens(head.hidden_TH[rows]), label_T=head.label_T[rows], plan=plan)
 
 
-def _token_chunk(head, target_T, class_weight, call, take_grad_hidden, weight_grad, needs_bias):
+def _token_chunk(head, target_T, class_weight, token_weight_T, call, take_grad_hidden, weight_grad, needs_bias):
     """Summed loss of a chunk of tokens and grad_bias for an upstream gradient of 1; the other gradients as asked."""
     stats, logits = chunks.forward(head, call.options.label_smoothing != 0, keep=True)
     labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
     loss_T = labels.mark_(formula.loss(stats))
-    ones_T = labels.mark_(torch.ones_like(loss_T))
-    coefficients, scale = formula.coefficients(ones_T, stats.max_T, stats.sum_exp_T), None
+    share_T = torch.ones_like(loss_T) if token_weight_T is None else token_weight_T.clone()
+    loss_T, share_T = loss_T * share_T, labels.mark_(share_T)
+    coefficients, scale = formula.coefficients(share_T, stats.max_T, stats.sum_exp_T), None
     if call.dtype == torch.float16:
         coefficients, scale = scaled_for_float16(coefficients, stats.sum_exp_T, class_weight, call.options.logit_scale)
     grad_bias = chunks.backward(head, coefficients, logits, take_grad_hidden, weight_grad, needs_bias, scale)

@@ -1,7 +1,8 @@
 """``cross_entropy(hidden @ weight.T, target)`` as one autograd operation that never holds the logits.
 
-Read from the bottom: :func:`linear_cross_entropy` checks and reduces, :class:`_LossPerToken` is the autograd
-Function over the chunk loop of :mod:`loongforge.chunks`; :mod:`loongforge.formula` holds the algebra of the options.
+Read from the bottom: :func:`linear_cross_entropy` checks, weighs and reduces, :mod:`loongforge.per_token` has the
+autograd Function over the chunk loop of :mod:`loongforge.chunks`; :mod:`loongforge.formula` holds the algebra of the
+options, :mod:`loongforge.compact` leaves tokens out.
 T tokens, H hidden, V vocabulary rows of this rank.
 """
 
@@ -9,106 +10,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from loongforge import checks, chunks, env
-from loongforge.call import (
-    Call,
-    GradHiddenReduction,
-    Labels,
-    StatisticsExchange,
-    WeightGradSink,
-    formula_of,
-    head_of,
-    prepare_call,
-    refusing_second_derivatives,
-)
-from loongforge.formula import scaled_for_float16
+from loongforge import checks, env
+from loongforge.agreement import ranks_agree
+from loongforge.call import Labels, WeightGradSink, prepare_call
+from loongforge.compact import CarriedTokens
 from loongforge.gradients_in_forward import LossSum, gradient_bytes
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import Reservation
-
-
-@dataclass
-class _KeptLogits:
-    """Logits that stay between forward and backward, and their share of the budget."""
-
-    logits: torch.Tensor
-    reservation: Reservation
-
-
-class _LossPerToken(torch.autograd.Function):
-    """(hidden, weight, bias, target [T], class_weight) -> loss [T]."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target_T, class_weight, call: Call):  # noqa: D102
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, class_weight, target_T, call)
-            with_weighted_sum = call.options.label_smoothing != 0
-            stats, kept = chunks.forward(head, with_weighted_sum, keep=call.reservation is not None)
-            # Everything small comes after the products are under way, so that the device need not wait for it.
-            exchange = StatisticsExchange(stats, call.parallel)
-            labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
-            stats = exchange.wait()
-            loss_T = labels.mark_(formula.loss(stats))
-        if call.needs_grad:
-            ctx.save_for_backward(
-                hidden, weight, bias, target_T, class_weight,
-                stats.max_T, stats.sum_exp_T, labels.ignored_T, labels.out_of_range_T,
-            )  # fmt: skip
-            # Not through save_for_backward: the first backward overwrites them and lets them go.
-            ctx.kept = None if kept is None or call.reservation is None else _KeptLogits(kept, call.reservation)
-            ctx.call = replace(call, reservation=None)
-        return loss_T
-
-    @staticmethod
-    @refusing_second_derivatives
-    def backward(ctx, grad_loss_T):  # noqa: D102
-        call: Call = ctx.call
-        hidden, weight, bias, target_T, class_weight, max_T, sum_exp_T, *labels = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        kept, ctx.kept = ctx.kept, None
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, class_weight, target_T, call)
-            grad_loss_T = Labels(*labels).mark_(grad_loss_T.to(max_T.dtype, copy=True))
-            coefficients = formula_of(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
-            scale = None
-            if call.dtype == torch.float16:
-                coefficients, scale = scaled_for_float16(
-                    coefficients, sum_exp_T, class_weight, call.options.logit_scale
-                )
-            weight_grad = _open_weight_grad(weight, call) if needs_weight else None
-            logits = None if kept is None else kept.logits
-            reduction = GradHiddenReduction(hidden, call.parallel) if needs_hidden else None
-            take = reduction.start if reduction else None
-            grad_bias = chunks.backward(head, coefficients, logits, take, weight_grad, needs_bias, scale)
-            grad_hidden = reduction.wait() if reduction else None
-            grad_weight = _close_weight_grad(weight_grad, call) if needs_weight else None
-            grad_bias = _with_padded_rows(grad_bias, bias) if needs_bias else None
-        return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _with_padded_rows(grad_bias_V: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(grad_bias_V, (0, bias.shape[0] - grad_bias_V.shape[0])).to(bias.dtype)
-
-
-def _open_weight_grad(weight: torch.Tensor, call: Call) -> chunks.WeightGrad:
-    if call.weight_grad_sink is None:
-        buffer_VH, accumulate = torch.empty_like(weight, memory_format=torch.contiguous_format), False
-    else:
-        buffer_VH, accumulate = call.weight_grad_sink.open()
-    if not accumulate:
-        buffer_VH[call.plan.vocab_rows :] = 0  # padded rows take no part in the softmax
-    return chunks.WeightGrad(buffer_VH, accumulate)
-
-
-def _close_weight_grad(weight_grad: chunks.WeightGrad, call: Call) -> torch.Tensor:
-    return weight_grad.buffer_VH if call.weight_grad_sink is None else call.weight_grad_sink.close()
+from loongforge.per_token import LossPerToken
 
 
 def fused_loss(
@@ -120,66 +36,106 @@ def fused_loss(
     bias: torch.Tensor | None = None,
     normalizer: torch.Tensor | float | None = None,
     class_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     weight_grad_sink: WeightGradSink | None = None,
 ) -> torch.Tensor:
     """:func:`linear_cross_entropy` with its options already built, and a place for the weight gradient to go."""
+    checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
-    checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
+    with ranks_agree(parallel, options, given | {"token_weight": token_weight, "adapter": adapter}):
+        checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
+        checks.check_token_weight(token_weight, target)
+        checks.check_adapter(adapter, hidden, weight)
+    num_classes = options.vocab_size or weight.shape[0] * parallel.size
+    wide = torch.promote_types(checks.compute_dtype(hidden), torch.float32)
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(wide)
+    target_T, token_weight_T = _weighted_tokens(target, token_weight, options, wide)
+    if env.check_labels():
+        out_of_range_T = Labels.among(target_T, num_classes, options.ignore_index).out_of_range_T
+        checks.check_labels_in_range(target, out_of_range_T.view(target.shape), num_classes)
+    base_weight = None
+    if adapter is not None:
+        base_weight, weight = weight, adapter[1]
+        hidden = torch.cat([hidden, adapter[0]], -1)
+
+    carried, label_T, label_weight_T = None, target_T, token_weight_T
+    if options.compact_tokens is not False:
+        carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
+        hidden, parallel = carried.hidden(hidden, parallel), replace(parallel, sequence_parallel=False)
+        label_T = carried.values(target_T, options.ignore_index)
+        label_weight_T = None if token_weight_T is None else carried.values(token_weight_T, 0.0)
+    loss = _losses(
+        hidden, weight, bias, label_T, class_weight, base_weight, label_weight_T, options, parallel, weight_grad_sink
+    )
+    if carried is not None:
+        loss = carried.marked(loss if options.reduction != "none" else carried.losses(loss))
+    return reduce_loss(loss, target, target_T, class_weight, normalizer, options, num_classes, token_weight_T)
+
+
+def _weighted_tokens(
+    target: torch.Tensor, token_weight: torch.Tensor | None, options: LossOptions, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Labels [T], ignored where the weight is 0, and weights [T], 0 where the label is ignored."""
     target_T = target.reshape(-1).long()
+    if token_weight is None:
+        return target_T, None
+    token_weight_T = token_weight.reshape(-1).to(dtype)
+    target_T = target_T.masked_fill(token_weight_T == 0, options.ignore_index)
+    return target_T, token_weight_T.masked_fill(target_T == options.ignore_index, 0.0)
+
+
+def _losses(
+    hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T,
+    options: LossOptions, parallel: VocabParallel, weight_grad_sink: WeightGradSink | None,
+) -> torch.Tensor:  # fmt: skip
+    """Weighted losses [T], or their sum where gradients are computed in forward."""
     # A sum has one upstream gradient for all tokens; over ranks its statistics would have to travel chunk by chunk.
     may_run_in_forward = options.reduction != "none" and parallel.size == 1 and weight_grad_sink is None
+    if token_weight_T is not None and token_weight_T.requires_grad:
+        may_run_in_forward = False
     saved = gradient_bytes(hidden, weight, bias) if may_run_in_forward else None
     call = prepare_call(
-        hidden, weight, bias, class_weight is not None, target_T.shape[0], options, parallel, weight_grad_sink, saved
-    )
-    if env.check_ranks():
-        _check_ranks(call, hidden, weight)
-    if env.check_labels():
-        out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
-        checks.check_labels_in_range(target, out_of_range, call.num_classes)
-    if class_weight is not None:
-        class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
-    function = LossSum if call.plan.tokens_per_chunk else _LossPerToken
-    loss = function.apply(hidden, weight, bias, target_T, class_weight, call)
-    return reduce_loss(loss, target, target_T, class_weight, normalizer, call)
+        hidden, weight, bias, class_weight is not None, target_T.shape[0], options, parallel, weight_grad_sink, saved,
+        has_adapter=base_weight is not None,
+    )  # fmt: skip
+    operands = (hidden, weight, bias, target_T, class_weight, base_weight)
+    if call.plan.tokens_per_chunk:
+        return LossSum.apply(*operands, token_weight_T, call)
+    loss_T = LossPerToken.apply(*operands, call)
+    return loss_T if token_weight_T is None else loss_T * token_weight_T
 
 
-def reduce_loss(loss, target, target_T, class_weight, normalizer, call: Call) -> torch.Tensor:
+def reduce_loss(
+    loss, target, target_T, class_weight, normalizer, options: LossOptions, num_classes: int, token_weight_T=None
+) -> torch.Tensor:
     """``options.reduction`` of the losses of single tokens (or of what already is their sum)."""
-    if call.options.reduction == "none":
+    if options.reduction == "none":
         return loss.view(target.shape)
     loss = loss.sum()
-    if call.options.reduction == "sum":
+    if options.reduction == "sum":
         return loss
-    return loss / _denominator(target_T, class_weight, normalizer, call, loss.dtype)
+    valid_T = target_T != options.ignore_index
+    return loss / _denominator(target_T, valid_T, class_weight, token_weight_T, normalizer, num_classes, loss.dtype)
 
 
-def _denominator(target_T, class_weight, normalizer, call: Call, dtype: torch.dtype) -> torch.Tensor:
-    """Valid tokens (their class weights, as in torch) or the caller's number; 1 where no token is valid."""
-    valid_T = target_T != call.options.ignore_index
+def _denominator(
+    target_T, valid_T, class_weight, token_weight_T, normalizer, num_classes: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Valid tokens (their weights, as in torch) or the caller's number; 1 where no token is valid."""
     if isinstance(normalizer, torch.Tensor):
         count = normalizer.reshape(())
     elif normalizer is not None:
         count = torch.full((), normalizer, dtype=dtype, device=target_T.device)
-    elif class_weight is not None:
-        label_weight_T = class_weight[target_T.clamp(0, call.num_classes - 1)]
-        count = torch.where(valid_T, label_weight_T, 0.0).sum()
+    elif class_weight is not None or token_weight_T is not None:
+        weight_T = 1.0 if class_weight is None else class_weight[target_T.clamp(0, num_classes - 1)]
+        weight_T = weight_T if token_weight_T is None else weight_T * token_weight_T
+        count = torch.where(valid_T, weight_T, 0.0).sum()
     else:
         count = valid_T.sum()
     return torch.where(valid_T.any() | (count != 0), count, 1).to(dtype)
-
-
-def _check_ranks(call: Call, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    checks.refuse_under_graph_capture("LCE_CHECK_RANKS", hidden.device)
-    facts = {
-        "number of tokens": call.plan.num_tokens,
-        "hidden size": hidden.shape[-1],
-        "number of weight rows": weight.shape[0],
-        "vocab_size": call.num_classes,
-        "bytes of one hidden element": hidden.element_size(),
-        "hidden.requires_grad": int(hidden.requires_grad),
-    }
-    call.parallel.require_equal(tuple(facts), tuple(facts.values()), hidden.device)
 
 
 def linear_cross_entropy(
@@ -190,6 +146,8 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     normalizer: torch.Tensor | float | None = None,
     class_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Cross-entropy of ``hidden @ weight.T + bias`` without ever holding the logits.
@@ -202,6 +160,10 @@ def linear_cross_entropy(
         normalizer: what ``reduction="mean"`` divides by instead of this rank's valid tokens: a number or a scalar
             tensor on the device (the global count under data parallelism, ``num_items_in_batch``).
         class_weight: [V_global] float, weight of each class as in ``torch.nn.functional.cross_entropy``; no gradient.
+        token_weight: target's shape, bool or a number: each token's loss is multiplied by it, and ``mean`` divides by
+            the sum of the weights of the valid tokens (times their class weights).  Where it is 0 the token is ignored.
+        adapter: ``(low_rank [..., R], up [V, R])`` adds ``low_rank @ up.T`` to the logits, for LoRA
+            ``(scale * hidden @ A.T, B)``; weight must not require a gradient, and none of its size is computed.
         **options: fields of :class:`loongforge.LossOptions`.
 
     Returns:
@@ -215,8 +177,9 @@ def linear_cross_entropy(
         RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option.
     """
     return fused_loss(
-        hidden, weight, target, build_options(options), bias=bias, normalizer=normalizer, class_weight=class_weight
-    )
+        hidden, weight, target, build_options(options),
+        bias=bias, normalizer=normalizer, class_weight=class_weight, token_weight=token_weight, adapter=adapter,
+    )  # fmt: skip
 
 
 class LinearCrossEntropy(nn.Module):
@@ -236,11 +199,15 @@ class LinearCrossEntropy(nn.Module):
         *,
         bias: torch.Tensor | None = None,
         normalizer: torch.Tensor | float | None = None,
+        token_weight: torch.Tensor | None = None,
+        adapter: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """See :func:`linear_cross_entropy`."""
         return fused_loss(
-            hidden, weight, target, self.options, bias=bias, normalizer=normalizer, class_weight=self.class_weight
-        )
+            hidden, weight, target, self.options,
+            bias=bias, normalizer=normalizer, class_weight=self.class_weight, token_weight=token_weight,
+            adapter=adapter,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """The options that differ from their defaults."""
@@ -258,11 +225,11 @@ def build_options(options: dict[str, Any]) -> LossOptions:
     return LossOptions(**options)
 
 
-def with_options_spelled_out(function: Any) -> None:
-    """Show the fields of LossOptions in ``help()`` and editors without writing the list a second time."""
+def with_options_spelled_out(function: Any, names: Sequence[str] = OPTION_NAMES) -> None:
+    """Show fields of LossOptions in ``help()`` and editors without writing the list a second time."""
     signature = inspect.signature(function)
     explicit = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    fields = inspect.signature(LossOptions).parameters.values()
+    fields = [p for p in inspect.signature(LossOptions).parameters.values() if p.name in names]
     function.__signature__ = signature.replace(parameters=[*explicit, *fields])
 
 

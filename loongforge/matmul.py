@@ -31,10 +31,10 @@ def product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bo
 def project_(
     out_TC: torch.Tensor, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None
 ) -> None:
-    """``out = hidden @ weight.T + bias``, the bias added before the one rounding; all of one dtype."""
+    """``out = hidden @ weight.T + bias``, the bias added before the one rounding (out may be float32: none at all)."""
     if bias_C is None:
         product_(out_TC, hidden_TH, weight_CH.t())
-    elif hidden_TH.dtype in _LOW_PRECISION and hidden_TH.device.type == "cpu":
+    elif hidden_TH.dtype in _LOW_PRECISION and (hidden_TH.device.type == "cpu" or out_TC.dtype != hidden_TH.dtype):
         out_TC.copy_(bias_C.expand_as(out_TC))
         product_(out_TC, hidden_TH, weight_CH.t(), accumulate=True)
     else:

@@ -47,6 +47,13 @@ class LossOptions:
     sequence_parallel: bool = False
     """``hidden`` is this rank's slice along dim 0 and is gathered over ``tp_group``."""
 
+    compact_tokens: bool | int = False
+    """Leave tokens without loss out of the products.  True reads their number from the device (one synchronisation);
+    a number bounds the tokens that carry a loss without one, and more than that make loss and gradients NaN."""
+
+    fp32_logits: bool = False
+    """bf16 and fp16 operands give float32 logits, which are not rounded and take twice the memory."""
+
     impl: Literal["auto", "flydsl", "triton", "generic"] = "auto"
     """Implementation of the row kernels; anything but ``auto`` is an error where it cannot be met."""
 
@@ -74,6 +81,10 @@ class LossOptions:
             raise ValueError(f"vocab_size must be None or at least 1, got {self.vocab_size}")
         if not isinstance(self.sequence_parallel, bool):
             raise TypeError(f"sequence_parallel must be True or False, got {self.sequence_parallel!r}")
+        if not isinstance(self.fp32_logits, bool):
+            raise TypeError(f"fp32_logits must be True or False, got {self.fp32_logits!r}")
+        if not isinstance(self.compact_tokens, bool) and _integer("compact_tokens", self.compact_tokens) < 1:
+            raise ValueError(f"compact_tokens must be False, True or a bound of at least 1, got {self.compact_tokens}")
         if self.sequence_parallel and self.tp_group is None:
             raise ValueError("sequence_parallel=True needs tp_group=, the process group that hidden is split over")
         if self.logits_budget_mb is not None:

@@ -32,6 +32,8 @@ class ChunkPlan:
     vocab_rows: int
     itemsize: int
     """Bytes of one stored logit."""
+    operand_itemsize: int
+    """Bytes of one element of hidden and weight: fewer where low-precision operands give float32 logits."""
     forward_width: int
     backward_width: int
     kept_rows: int = 0
@@ -50,6 +52,10 @@ class ChunkPlan:
         lost = _ranges(kept_rows, self.kept_rows, self.backward_width)
         return [*lost, *_ranges(max(kept_rows, self.kept_rows), self.vocab_rows, self.backward_width)]
 
+    def pieces(self, kept_rows: int) -> list[tuple[int, int]]:
+        """Row ranges of kept logits that are worked on one after the other."""
+        return list(_ranges(0, kept_rows, self.backward_width))
+
     @property
     def unfused_bytes(self) -> int:
         """One copy of the logits, which unfused training holds several times."""
@@ -63,8 +69,11 @@ class ChunkPlan:
     @property
     def buffer_bytes(self) -> int:
         """The largest reused chunk of logits."""
-        width = min(max(self.forward_width, self.backward_width), self.vocab_rows - self.kept_rows)
-        return self.num_tokens * width * self.itemsize
+        return self.num_tokens * min(self._widest_chunk, self.vocab_rows - self.kept_rows) * self.itemsize
+
+    @property
+    def _widest_chunk(self) -> int:
+        return min(max(self.forward_width, self.backward_width), self.vocab_rows)
 
     @property
     def peak_bytes(self) -> int:
@@ -80,21 +89,26 @@ class ChunkPlan:
             return self._peak_bytes_of_gradients_in_forward(wide)
         width = max(self.kept_rows, min(max(self.forward_width, self.backward_width), rows - self.kept_rows))
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(tokens * width, tokens * hidden, width * hidden))
-        rounded_grad_hidden = tokens * hidden * self.itemsize if self.itemsize < wide else 0
-        gradients = tokens * hidden * wide + rows * (hidden + 1) * self.itemsize
+        operand = self.operand_itemsize
+        rounded_grad_hidden = tokens * hidden * operand if operand < wide else 0
+        rounded_chunk = tokens * self._widest_chunk * operand if operand < self.itemsize else 0
+        gradients = tokens * hidden * wide + rows * (hidden + 1) * operand
         return (
             self.kept_bytes
-            + max(self.buffer_bytes + scratch, rounded_grad_hidden)
+            + max(self.buffer_bytes + rounded_chunk + scratch, rounded_grad_hidden)
             + gradients
             + tokens * PER_TOKEN_BYTES
         )
 
     def _peak_bytes_of_gradients_in_forward(self, wide: int) -> int:
         tokens, hidden, rows, chunk = self.num_tokens, self.hidden_size, self.vocab_rows, self.tokens_per_chunk
-        saved = rows * (hidden + 1) * wide + tokens * hidden * self.itemsize
+        operand = self.operand_itemsize
+        saved = rows * (hidden + 1) * wide + tokens * hidden * operand
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(chunk * rows, chunk * hidden, rows * hidden))
+        rounded_chunk = chunk * self._widest_chunk * operand if operand < self.itemsize else 0
         one_chunk = chunk * (rows * self.itemsize + hidden * wide + PER_TOKEN_BYTES) + rows * wide + scratch
-        gradients = (rows * (hidden + 1) + tokens * hidden) * self.itemsize
+        one_chunk += rounded_chunk
+        gradients = (rows * (hidden + 1) + tokens * hidden) * operand
         return saved + max(one_chunk, gradients) + tokens * PER_TOKEN_BYTES
 
     @property
@@ -125,16 +139,19 @@ def plan_chunks(
     itemsize: int,
     kept_bytes: int = 0,
     gradients_in_forward: bool = False,
+    operand_itemsize: int | None = None,
 ) -> ChunkPlan:
     """Plan for ``num_tokens`` x ``vocab_rows`` logits of ``itemsize`` bytes, ``kept_bytes`` of which may stay."""
+    operand_itemsize = operand_itemsize or itemsize
     planned = GENERIC_VOCAB_SPLIT_SIZE
     if impl != "generic":
-        planned = _planned_width(num_tokens, hidden_size, vocab_rows, itemsize)
+        planned = _planned_width(num_tokens, hidden_size, vocab_rows, operand_itemsize)
     return ChunkPlan(
         num_tokens=num_tokens,
         hidden_size=hidden_size,
         vocab_rows=vocab_rows,
         itemsize=itemsize,
+        operand_itemsize=operand_itemsize,
         forward_width=env.vocab_split_size(impl, "FWD") or planned,
         backward_width=env.vocab_split_size(impl, "BWD") or planned,
         kept_rows=_rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),

@@ -12,6 +12,12 @@ from tests.helpers import make_inputs
 
 HIDDEN, WEIGHT, TARGET = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
 
+
+def quantised(module):
+    """A weight of a class such as other packages have: its dtype says float32, its data are something else."""
+    return torch.randn(11, 8).as_subclass(type("Quantised", (torch.Tensor,), {"__module__": module}))
+
+
 # name: (arguments that replace good ones, options, exception, what the message must contain)
 TABLE = {
     "ZeRO-3 shard": ({"weight": torch.empty(0)}, {}, ValueError, ("shape [0]", "not gathered", "GatheredParameters")),
@@ -45,7 +51,43 @@ TABLE = {
     "impl without a device": ({}, {"impl": "flydsl"}, RuntimeError, ("'flydsl'", "the device is cpu", "impl='auto'")),
     "unknown formula": ({}, {"label_smoothing_formula": "x"}, ValueError, ("'torch', 'megatron'", "'x'")),
     "misspelled option": ({}, {"ignore_idx": 1}, TypeError, ("'ignore_idx'", "did you mean ignore_index?", "softcap")),
-    "token_weight": ({}, {"token_weight": 1}, TypeError, ("unknown option 'token_weight'", "options are")),
+    "token weight number": ({"token_weight": 1}, {}, TypeError, ("token_weight must be a torch.Tensor", "int")),
+    "token weight shape": ({"token_weight": torch.ones(4)}, {}, ValueError, ("token_weight", "shape [6]", "[4]")),
+    "bound of 0": ({}, {"compact_tokens": 0}, ValueError, ("compact_tokens", "at least 1", "0")),
+    "bound of text": ({}, {"compact_tokens": "all"}, TypeError, ("compact_tokens must be an int", "'all'")),
+    "fp32_logits 1": ({}, {"fp32_logits": 1}, TypeError, ("fp32_logits must be True or False", "1")),
+    "adapter alone": ({"adapter": torch.ones(6, 2)}, {}, TypeError, ("adapter must be a pair", "Tensor")),
+    "adapter rows": (
+        {"adapter": (torch.ones(6, 2), torch.ones(10, 2))},
+        {},
+        ValueError,
+        ("[11, R] like weight's rows", "[10, 2]"),
+    ),
+    "adapter dtype": (
+        {"adapter": (torch.ones(6, 2).half(), torch.ones(11, 2))},
+        {},
+        TypeError,
+        ("adapter torch.float16", "cast"),
+    ),
+    "trained base": (
+        {"weight": torch.ones(11, 8).requires_grad_(), "adapter": (torch.ones(6, 2), torch.ones(11, 2))},
+        {},
+        ValueError,
+        ("weight requires a gradient beside an adapter", "weight.detach()"),
+    ),
+    "torchao weight": ({"weight": quantised("torchao.dtypes")}, {}, TypeError, ("torchao", "weight.dequantize()")),
+    "bitsandbytes weight": (
+        {"weight": quantised("bitsandbytes.nn")},
+        {},
+        TypeError,
+        ("bitsandbytes.nn.Quantised", "dequantize_4bit(weight"),
+    ),
+    "TE weight": (
+        {"weight": quantised("transformer_engine.pytorch")},
+        {},
+        TypeError,
+        ("transformer_engine", "keep it out of"),
+    ),
     "smoothing of 1": ({}, {"label_smoothing": 1.0}, ValueError, ("in [0, 1)", "1.0")),
     "negative smoothing": ({}, {"label_smoothing": -0.1}, ValueError, ("in [0, 1)", "-0.1")),
     "smoothing text": ({}, {"label_smoothing": "0.1"}, TypeError, ("label_smoothing", "'0.1' of type str")),

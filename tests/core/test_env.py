@@ -131,8 +131,8 @@ def test_checks_are_refused_under_graph_capture(check, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=f"{check}=1 synchronises with the host"):
-        refuse_under_graph_capture(check, torch.device("cuda"))
-    refuse_under_graph_capture(check, torch.device("cpu"))
+        refuse_under_graph_capture(f"{check}=1", torch.device("cuda"))
+    refuse_under_graph_capture(f"{check}=1", torch.device("cpu"))
 
 
 def test_an_unknown_variable_is_named_with_the_nearest_known(monkeypatch):

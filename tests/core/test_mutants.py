@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from loongforge import call, chunks, formula, loss, matmul
+from loongforge import call, chunks, formula, loss, matmul, per_token
 from loongforge.kernels import generic
 from loongforge.kernels.interface import LogitTransform
 from tests.core.implementations import CHUNK_WIDTH, Subject, use
@@ -53,13 +53,13 @@ def upstream_gradient_taken_for_1(monkeypatch):
 
 @mutant("upstream_gradient_is_expanded_or_strided")
 def upstream_gradient_asserted_contiguous(monkeypatch):
-    original = loss._LossPerToken.backward
+    original = per_token.LossPerToken.backward
 
     def backward(ctx, grad):
         assert grad.is_contiguous()
         return original(ctx, grad)
 
-    monkeypatch.setattr(loss._LossPerToken, "backward", staticmethod(backward))
+    monkeypatch.setattr(per_token.LossPerToken, "backward", staticmethod(backward))
 
 
 @mutant("every_reduction", "ragged_vocabulary_under_low_logits", "odd_shapes", "softcap_changes_the_loss")
@@ -163,13 +163,13 @@ def bias_added_twice(monkeypatch):
 
 @mutant("bias_and_its_gradient")
 def bias_gradient_of_the_first_chunk_only(monkeypatch):
-    original = loss._with_padded_rows
+    original = per_token._with_padded_rows
 
     def with_padded_rows(grad_bias, bias):
         grad_bias[CHUNK_WIDTH:] = 0
         return original(grad_bias, bias)
 
-    monkeypatch.setattr(loss, "_with_padded_rows", with_padded_rows)
+    monkeypatch.setattr(per_token, "_with_padded_rows", with_padded_rows)
 
 
 @mutant("logit_scale", "softcap_changes_the_loss")
@@ -182,7 +182,7 @@ def derivative_of_the_softcap_dropped(monkeypatch):
     original = generic.GenericRowKernels.gradient_
 
     def gradient_(self, logits, label, first, coefficients, transform, class_weight=None):
-        capped = generic._transformed(logits, transform)
+        capped = generic.transformed(logits, transform)
         logits.copy_(capped)
         original(self, logits, label, first, coefficients, LogitTransform(), class_weight)
 
@@ -229,13 +229,13 @@ def float16_logit_gradients_unscaled(monkeypatch):
         scaled = {name: getattr(coefficients, name) * scale for name in ("softmax_over_sum_T", "onehot_T")}
         return dataclasses.replace(coefficients, **scaled), scale
 
-    monkeypatch.setattr(loss, "scaled_for_float16", tiny)
+    monkeypatch.setattr(per_token, "scaled_for_float16", tiny)
 
 
 @mutant("empty_micro_batch", "every_token_ignored")
 def loss_is_detached(monkeypatch):
-    original = loss._LossPerToken.apply
-    monkeypatch.setattr(loss._LossPerToken, "apply", lambda *args: original(*args).detach())
+    original = per_token.LossPerToken.apply
+    monkeypatch.setattr(per_token.LossPerToken, "apply", lambda *args: original(*args).detach())
 
 
 @mutant("results_repeat_bit_for_bit")
