@@ -138,20 +138,6 @@ class VocabParallel:
         work = all_gather(everyone, packed_KT, self.group)
         return Pending(everyone.view(self.size, num_statistics, num_tokens), work, packed_KT)
 
-    def require_equal(self, names: tuple[str, ...], values: tuple[int, ...], device: torch.device) -> None:
-        """Raise ``ValueError`` on every rank where a value differs between ranks.  Synchronises with the host."""
-        if self.size == 1:
-            return
-        mine = torch.tensor(values, dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine, group=self.group)
-        table = torch.stack(gathered).tolist()
-        for column, name in enumerate(names):
-            by_rank = [row[column] for row in table]
-            if len(set(by_rank)) > 1:
-                listing = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(by_rank))
-                raise ValueError(f"{name} must be equal on all ranks of tp_group, but {listing}")
-
 
 def _lacks_reduce_scatter(group: Any) -> bool:
     """Gloo has reduce_scatter_tensor in torch 2.13; with older versions everything is reduced and sliced."""

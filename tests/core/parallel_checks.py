@@ -245,25 +245,6 @@ def a_label_beyond_the_global_vocabulary(world):
 
 
 @check
-def unequal_ranks_are_named(world):
-    os.environ["LCE_CHECK_RANKS"] = "1"
-    group = world.groups["world"][0]
-    rows = 30 + (world.rank == 1)
-    last = world.size - 1
-    listing = ", ".join(f"rank {r} has {30 + (r == 1)}" for r in range(world.size))
-    with pytest.raises(
-        ValueError, match=f"number of weight rows must be equal on all ranks of tp_group, but {listing}"
-    ):
-        linear_cross_entropy(torch.randn(4, 8), torch.randn(rows, 8), torch.zeros(4, dtype=torch.long), tp_group=group)
-    tokens = 4 + (world.rank == last)
-    with pytest.raises(ValueError, match=f"number of tokens .*rank 0 has 4, .*rank {last} has 5"):
-        linear_cross_entropy(
-            torch.randn(tokens, 8), torch.randn(9, 8), torch.zeros(tokens, dtype=torch.long), tp_group=group
-        )
-    run(world, "world", make_inputs(TOKENS, HIDDEN, VOCAB))
-
-
-@check
 def layouts_that_are_refused(world):
     group, inputs = world.groups["world"][0], make_inputs(TOKENS, HIDDEN, VOCAB)
     with pytest.raises(ValueError, match=f"weight has {VOCAB} rows .* group of {world.size}: it is not sharded"):

@@ -1,4 +1,4 @@
-"""Vocabulary and sequence parallelism over gloo: the checks of ``parallel_checks.py`` in 2 and in 4 processes."""
+"""Vocabulary and sequence parallelism over gloo: checks that run in each of 2 or 4 processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.core import parallel_checks
+from tests.core import disagreement_checks, parallel_checks
 from tests.core.worlds import run_world
 
 results = cache(run_world)
@@ -16,4 +16,10 @@ results = cache(run_world)
 @pytest.mark.parametrize("check", parallel_checks.CHECKS)
 def test_world(size, check):
     failures = results(size, parallel_checks.__name__)[check]
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("check", disagreement_checks.CHECKS)
+def test_ranks_that_disagree(check):
+    failures = results(3, disagreement_checks.__name__)[check]
     assert not failures, failures

@@ -1,0 +1,111 @@
+"""Ranks of one group that disagree about a call: an error that names them, instead of a hang or wrong sums.
+
+The first call of every group compares what the ranks were given, by one small all-gather that all of them run whatever
+they were given; with ``LCE_CHECK_RANKS=1`` every call does.  It reads the result on the host, so it is left out while
+a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from loongforge import env
+from loongforge.options import OPTION_NAMES, LossOptions
+from loongforge.parallel import VocabParallel, all_gather
+
+FREE = ("tp_group", "impl", "logits_budget_mb")
+"""Options that may differ between ranks."""
+_BYTES = 4096
+_compared: WeakSet = WeakSet()
+
+
+@contextmanager
+def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """Around the checks of one call: raises ``ValueError`` on every rank where ranks differ or one of them refuses.
+
+    ``tensors`` by name, ``target`` among them.  What a rank itself refuses it raises itself.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as refused:
+        _differences(parallel, options, tensors, refused)
+        raise
+    differences = _differences(parallel, options, tensors, None)
+    if differences:
+        raise ValueError(differences[0])
+
+
+def _differences(
+    parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any], refused: Exception | None
+) -> list[str]:
+    """What is not the same on all ranks, with every rank's; nothing where it is not the time to compare."""
+    if parallel.size == 1 or _is_recorded():
+        return []
+    always = env.check_ranks()
+    if not always and parallel.group in _compared:
+        return []
+    _compared.add(parallel.group)
+    facts = {"LCE_CHECK_RANKS": always} | _facts(options, tensors)
+    text = json.dumps([facts, None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]])
+    by_rank = [json.loads(text) for text in _exchange(text, parallel)]
+    ranks = dist.get_process_group_ranks(parallel.group)
+    found = []
+    for name in facts:
+        values = [others.get(name) for others, _ in by_rank]
+        if any(value != values[0] for value in values):
+            listing = ", ".join(f"rank {rank} has {value}" for rank, value in zip(ranks, values, strict=True))
+            found.append(f"{name} must be equal on all ranks of tp_group, but {listing}")
+    refusals = [f"rank {rank}: {problem}" for rank, (_, problem) in zip(ranks, by_rank, strict=True) if problem]
+    return found + [f"other ranks of tp_group refuse this call ({refusal})" for refusal in refusals]
+
+
+def _is_recorded() -> bool:
+    """While a CUDA graph or ``torch.compile`` records, nothing can be read on the host."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if capturing and env.check_ranks():
+        raise RuntimeError(
+            "LCE_CHECK_RANKS=1 synchronises with the host and cannot run under CUDA graph capture: unset it"
+        )
+    return capturing or torch.compiler.is_compiling()
+
+
+def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal.  Of the weight's gradient nothing is said: a rank may freeze its own shard."""
+    facts: dict[str, Any] = {name: _describe(value) for name, value in tensors.items()}
+    hidden = tensors.get("hidden")
+    if isinstance(hidden, torch.Tensor):
+        facts["hidden.requires_grad"] = hidden.requires_grad and torch.is_grad_enabled()
+    facts |= {name: repr(getattr(options, name))[:100] for name in OPTION_NAMES if name not in FREE}
+    facts["the labels' checksum"] = _checksum(tensors["target"])
+    return facts
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_describe, value))
+    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _checksum(target: Any) -> int | None:
+    """Sum of labels times positions, modulo 2**64."""
+    if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.is_meta:
+        return None
+    target_T = target.detach().reshape(-1).long()
+    return int((target_T * torch.arange(1, len(target_T) + 1, device=target.device)).sum())
+
+
+def _exchange(text: str, parallel: VocabParallel) -> list[str]:
+    encoded = text.encode()
+    assert len(encoded) < _BYTES, f"{len(encoded)} bytes of facts"
+    on_gpu = dist.get_backend(parallel.group) == "nccl"
+    mine = torch.tensor(list(encoded.ljust(_BYTES)), dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    everyone = mine.new_empty(parallel.size * _BYTES)
+    all_gather(everyone, mine, parallel.group).wait()
+    return [bytes(part.tolist()).decode() for part in everyone.cpu().chunk(parallel.size)]

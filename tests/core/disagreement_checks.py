@@ -1,0 +1,116 @@
+"""Ranks that were given different things say so, on every rank, instead of hanging (run by ``test_parallel.py``)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from loongforge import cross_entropy, linear_cross_entropy
+from tests.core.sharding import counted_collectives
+from tests.core.worlds import registry
+
+CHECKS, check = registry()
+
+
+def call(group, tokens=4, hidden=8, rows=6, dtype=torch.float32, target=None, needs_grad=False, **options):
+    target = torch.arange(tokens) if target is None else target
+    hidden_TH = torch.ones(tokens, hidden, dtype=dtype, requires_grad=needs_grad)
+    return linear_cross_entropy(hidden_TH, torch.ones(rows, hidden, dtype=dtype), target, tp_group=group, **options)
+
+
+@contextmanager
+def refused(pattern):
+    with pytest.raises(ValueError, match=pattern):
+        yield
+
+
+@check
+def the_first_call_of_a_group_names_the_ranks(world):
+    """Whatever would make sums wrong or collectives hang; rank 1 is the odd one out."""
+    odd = world.rank == 1
+    cases = {
+        r"weight must be equal .* rank 0 has \[6, 8\] torch.float32, rank 1 has \[7, 8\]": {"rows": 6 + odd},
+        r"hidden must be equal .* rank 0 has \[4, 8\].*, rank 1 has \[5, 8\]": {"tokens": 4 + odd},
+        r"hidden must be equal .* torch.float32, rank 1 has \[4, 8\] torch.float64": {
+            "dtype": torch.float64 if odd else torch.float32
+        },
+        "vocab_size must be equal .* rank 0 has 10, rank 1 has 11": {"vocab_size": 10 + odd},
+        "label_smoothing must be equal .* rank 0 has 0.1, rank 1 has 0.2": {"label_smoothing": 0.2 if odd else 0.1},
+        "reduction must be equal .* rank 0 has 'mean', rank 1 has 'sum'": {"reduction": "sum" if odd else "mean"},
+        "hidden.requires_grad must be equal .* rank 0 has False, rank 1 has True": {"needs_grad": odd},
+        "the labels' checksum must be equal": {"target": torch.tensor([1, 2, 4, 3] if odd else [1, 2, 3, 4])},
+    }
+    for pattern, arguments in cases.items():
+        with refused(pattern):
+            call(dist.new_group(), **arguments)
+
+
+@check
+def what_a_rank_refuses_by_itself_reaches_the_others(world):
+    group = dist.new_group()
+    if world.rank == 1:
+        with pytest.raises(TypeError, match="class probabilities are not supported"):
+            call(group, target=torch.ones(4))
+    else:
+        with refused("target must be equal .* rank 1 has .*float32"):
+            call(group)
+    group, normalizer = dist.new_group(), "two" if world.rank == 1 else 2.0
+    if world.rank == 1:
+        with pytest.raises(TypeError, match="normalizer must be a number"):
+            call(group, normalizer=normalizer)
+    else:
+        with refused(r"other ranks of tp_group refuse this call \(rank 1: TypeError: normalizer must be a number"):
+            call(group, normalizer=normalizer)
+
+
+@check
+def what_may_differ(world):
+    group = dist.new_group()
+    call(group, impl="generic" if world.rank else "auto", logits_budget_mb="all" if world.rank else 0)
+    call(world.groups["alone"][0], tokens=4 + world.rank)
+
+
+@check
+def only_the_first_call_or_every_one(world):
+    group = dist.new_group()
+    for expected in (2, 1, 1):
+        with counted_collectives() as counts:
+            call(group)
+        assert counts == {"gather": expected}, counts
+    call(group, vocab_size=10 + world.rank % 2)  # no longer compared
+    os.environ["LCE_CHECK_RANKS"] = "1"
+    for _ in range(2):
+        with counted_collectives() as counts:
+            call(group)
+        assert counts == {"gather": 2}, counts
+        with refused("vocab_size must be equal .* rank 1 has 11"):
+            call(group, vocab_size=10 + world.rank % 2)
+
+
+@check
+def one_rank_with_the_variable_and_one_without(world):
+    if world.rank == 1:
+        os.environ["LCE_CHECK_RANKS"] = "1"
+    with refused("LCE_CHECK_RANKS must be equal .* rank 0 has False, rank 1 has True"):
+        call(dist.new_group())
+
+
+@check
+def global_ranks_of_a_part_of_the_world(world):
+    """The message counts as the launcher does."""
+    pair = [world.size - 2, world.size - 1]
+    group = dist.new_group(pair)
+    if world.rank in pair:
+        with refused(f"rank {pair[0]} has .*, rank {pair[1]} has"):
+            call(group, tokens=4 + world.rank)
+
+
+@check
+def existing_logits_too(world):
+    odd = world.rank == 1
+    with refused("logits must be equal .*rank 0 has .4, 6. torch.float32, rank 1 has .4, 7."):
+        cross_entropy(torch.ones(4, 6 + odd), torch.arange(4), tp_group=dist.new_group())
