@@ -20,7 +20,7 @@ import torch
 
 from loongforge import env
 from loongforge.arch import Arch, detect
-from loongforge.kernels.interface import LogitTransform, RowKernels, TileKernels
+from loongforge.kernels.interface import LogitTransform, TileKernels
 from loongforge.options import LossOptions
 
 logger = logging.getLogger("loongforge")
@@ -30,6 +30,8 @@ TILE_ARCHS = ("sm_90",)
 """Where the tile kernels were measured to win."""
 OLDEST_TRITON_NVIDIA = 80
 OLDEST_TRITON = (3, 4)
+OLDEST_GLUON, NEWEST_GLUON = (3, 6), (3, 9)
+"""Versions of Triton whose Gluon, an experimental part of it, compiles ``kernels/gluon_tiles.py``."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Implementation:
     runs_on: Callable[[Arch], str | None]  # None: supported, else what the device would have to be
     needs: str | None = None  # importable package
     lacks: Callable[[LossOptions, torch.dtype], str | None] = lambda options, dtype: None
+    lacks_outputs: Callable[[frozenset[str], torch.dtype], str | None] = lambda outputs, dtype: None
 
 
 def _flydsl_runs_on(arch: Arch) -> str | None:
@@ -65,6 +68,14 @@ def _flydsl_lacks(options: LossOptions, dtype: torch.dtype) -> str | None:
     return "float64" if dtype == torch.float64 else None
 
 
+def _flydsl_lacks_outputs(outputs: frozenset[str], dtype: torch.dtype) -> str | None:
+    return " and ".join(sorted(outputs)) or None
+
+
+def _triton_lacks_outputs(outputs: frozenset[str], dtype: torch.dtype) -> str | None:
+    return "top_k of float64 logits" if "top_k" in outputs and dtype == torch.float64 else None
+
+
 def _triton_runs_on(arch: Arch) -> str | None:
     if arch.vendor == "amd" or arch.compute_capability >= OLDEST_TRITON_NVIDIA:
         return None
@@ -74,9 +85,22 @@ def _triton_runs_on(arch: Arch) -> str | None:
 # In the order in which `auto` tries them.
 _IMPLEMENTATIONS = (
     _Implementation(
-        "flydsl", "loongforge.kernels.amd_flydsl", "FlyDSLRowKernels", _flydsl_runs_on, "flydsl", _flydsl_lacks
+        "flydsl",
+        "loongforge.kernels.amd_flydsl",
+        "FlyDSLRowKernels",
+        _flydsl_runs_on,
+        "flydsl",
+        _flydsl_lacks,
+        _flydsl_lacks_outputs,
     ),
-    _Implementation("triton", "loongforge.kernels.triton_rows", "TritonRowKernels", _triton_runs_on, needs="triton"),
+    _Implementation(
+        "triton",
+        "loongforge.kernels.triton_output_kernels",
+        "TritonOutputKernels",
+        _triton_runs_on,
+        "triton",
+        lacks_outputs=_triton_lacks_outputs,
+    ),
     _Implementation("generic", "loongforge.kernels.generic", "GenericRowKernels", lambda arch: None),
 )
 
@@ -93,10 +117,14 @@ def missing_package(name: str) -> str | None:
     return _too_old(implementation.needs, name) if name == "triton" else None
 
 
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 @cache
 def _too_old(package: str, extra: str) -> str | None:
     version = importlib.import_module(package).__version__
-    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= OLDEST_TRITON:
+    if _release(version) >= OLDEST_TRITON:
         return None
     oldest = ".".join(map(str, OLDEST_TRITON))
     return f"{package} {version} is too old, {oldest} or newer is needed (pip install 'loongforge[{extra}]')"
@@ -108,18 +136,19 @@ def select(
     dtype: torch.dtype,
     requested: str = "auto",
     missing: Callable[[str], str | None] = missing_package,
+    outputs: frozenset[str] = frozenset(),
 ) -> Choice:
     """Choose the implementation for ``arch``; a pure function of its arguments.
 
     ``requested`` other than ``auto`` is met or refused: ``RuntimeError`` where device or package do not allow it,
-    ``NotImplementedError`` where the implementation lacks an option or dtype.
+    ``NotImplementedError`` where the implementation lacks an option, a dtype or one of ``outputs``.
     """
     rejected: dict[str, str] = {}
     for entry in _IMPLEMENTATIONS:
         if requested not in ("auto", entry.name):
             continue
         obstacle = entry.runs_on(arch) or missing(entry.name)
-        lack = None if obstacle else entry.lacks(options, dtype)
+        lack = None if obstacle else entry.lacks(options, dtype) or entry.lacks_outputs(outputs, dtype)
         if obstacle is None and lack is None:
             reason = f"device {arch}" if requested == "auto" else f"asked for, device {arch}"
             return Choice(entry.name, reason, rejected)
@@ -137,16 +166,23 @@ def requested_implementation(options: LossOptions) -> str:
 
 
 def row_kernels(
-    device: torch.device, options: LossOptions, dtype: torch.dtype, has_class_weight: bool = False
-) -> RowKernels:
-    """The row kernels for tensors on ``device``; logs the choice once per device, dtype and request."""
-    choice = choose(device, options, dtype)
+    device: torch.device,
+    options: LossOptions,
+    dtype: torch.dtype,
+    has_class_weight: bool = False,
+    outputs: frozenset[str] = frozenset(),
+) -> Any:
+    """The row kernels for tensors on ``device``, :class:`loongforge.kernels.interface.OutputKernels` for ``outputs``.
+
+    Logs the choice once per device, dtype and request.
+    """
+    choice = choose(device, options, dtype, outputs)
     uniform = options.label_smoothing != 0  # without it class weights are a matter of the coefficients
     failure = _unusable(choice.impl, device, dtype, options.transform, uniform, uniform and has_class_weight)
     if failure is not None:
         if requested_implementation(options) != "auto":
             raise failure
-        choice = _without(choice.impl, failure, detect(device), options, dtype)
+        choice = _without(choice.impl, failure, detect(device), options, dtype, outputs)
     _log_once(str(choice))
     return _load(choice.impl)
 
@@ -170,16 +206,29 @@ def _unusable(
     return None
 
 
-def _without(impl: str, failure: RuntimeError, arch: Arch, options: LossOptions, dtype: torch.dtype) -> Choice:
+def _without(
+    impl: str,
+    failure: RuntimeError,
+    arch: Arch,
+    options: LossOptions,
+    dtype: torch.dtype,
+    outputs: frozenset[str],
+) -> Choice:
     """The next choice after ``impl`` failed, with a warning that carries the real exception."""
-    choice = select(arch, options, dtype, missing=lambda name: str(failure) if name == impl else missing_package(name))
+
+    def missing(name: str) -> str | None:
+        return str(failure) if name == impl else missing_package(name)
+
+    choice = select(arch, options, dtype, missing=missing, outputs=outputs)
     _warn_once(f"{failure}; the output layer uses {choice.impl} instead")
     return choice
 
 
-def choose(device: torch.device, options: LossOptions, dtype: torch.dtype) -> Choice:
+def choose(
+    device: torch.device, options: LossOptions, dtype: torch.dtype, outputs: frozenset[str] = frozenset()
+) -> Choice:
     """:func:`select` for a real device, with the request taken from ``options`` or the environment."""
-    return select(detect(device), options, dtype, requested_implementation(options))
+    return select(detect(device), options, dtype, requested_implementation(options), outputs=outputs)
 
 
 def tile_kernels(impl: str, hidden: torch.Tensor, weight: torch.Tensor) -> TileKernels | None:
@@ -192,6 +241,8 @@ def tile_kernels(impl: str, hidden: torch.Tensor, weight: torch.Tensor) -> TileK
 
 @cache
 def _load_tiles() -> TileKernels:
+    if OLDEST_GLUON <= _release(importlib.import_module("triton").__version__) <= NEWEST_GLUON:
+        return importlib.import_module("loongforge.kernels.gluon_tiles").GluonTileKernels()
     return importlib.import_module("loongforge.kernels.triton_tiles").TritonTileKernels()
 
 

@@ -83,6 +83,10 @@ def scaled_for_float16(
     size_T = (coefficients.softmax_over_sum_T * sum_exp_T).abs() + coefficients.onehot_T.abs()
     if uniform_T is not None:
         size_T = size_T + uniform_T.abs() * (1.0 if class_weight is None else class_weight.abs().max())
+    relative_T = coefficients.relative_over_sum_T
+    if relative_T is not None:
+        # p * distance from the maximum is below 1 / e, but for two heads it has no bound: room for distances of 512.
+        size_T = size_T + 64.0 * (relative_T * sum_exp_T).abs()
     size_T = torch.cat([size_T.where(size_T.isfinite(), 0.0), size_T.new_zeros(1)])
     _, exponent = torch.frexp(size_T.max() * abs(logit_scale))
     scale = torch.ldexp(sum_exp_T.new_ones(()), (13 - exponent).clamp(-100, 100))
@@ -91,5 +95,6 @@ def scaled_for_float16(
         coefficients.softmax_over_sum_T * scale,
         coefficients.onehot_T * scale,
         None if uniform_T is None else uniform_T * scale,
+        None if relative_T is None else relative_T * scale,
     )
     return scaled, scale

@@ -31,6 +31,7 @@ ORDER = (
     "plan",
     "out_of_memory",
     "formula",
+    "sharded",
     "checks",
     "agreement",
     "chunks",
@@ -40,6 +41,7 @@ ORDER = (
     "compact",
     "loss",
     "cross_entropy",
+    "outputs",
     "__init__",
     "megatron",
     "integrations",
@@ -220,7 +222,19 @@ def test_import_and_generic_path_without_optional_packages():
 
 
 def test_public_surface():
-    assert loongforge.__all__ == ["LinearCrossEntropy", "LossOptions", "cross_entropy", "linear_cross_entropy"]
+    assert loongforge.__all__ == [
+        "LinearCrossEntropy",
+        "LogProbs",
+        "LossOptions",
+        "TeacherHead",
+        "TeacherTopK",
+        "TopK",
+        "cross_entropy",
+        "linear_cross_entropy",
+        "linear_distillation",
+        "linear_logprobs",
+        "linear_top_k",
+    ]
     assert all(hasattr(loongforge, name) for name in loongforge.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+", loongforge.__version__)
 

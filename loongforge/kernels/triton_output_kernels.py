@@ -1,0 +1,117 @@
+"""Triton's :class:`loongforge.kernels.interface.OutputKernels`: the loss's row kernels and those of the outputs."""
+
+from contextlib import nullcontext
+
+import torch
+
+from loongforge.kernels.interface import LogitTransform, PairCoefficients, PairStats, RowCoefficients, RowStats
+from loongforge.kernels.triton_outputs import (
+    ACCUMULATE_CONFIG,
+    GRADIENT_CONFIG,
+    accumulate_outputs_kernel,
+    gradient_outputs_kernel,
+)
+from loongforge.kernels.triton_rows import TritonRowKernels, _bits, _transform_arguments, _warp_size
+from loongforge.kernels.triton_top_k import fold_top_k
+
+
+class TritonOutputKernels(TritonRowKernels):
+    """On NVIDIA and AMD GPUs; what asks for nothing beside the loss runs the loss's own kernels."""
+
+    def accumulate(
+        self,
+        logits_TC: torch.Tensor,
+        label_T: torch.Tensor,
+        first_class: int,
+        stats: RowStats,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        if stats.relative_sum_T is None and stats.argmax_T is None:
+            super().accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
+            return
+        assert stats.weighted_sum_T is None, "label smoothing and outputs beside the loss exclude each other"
+        rows = (
+            label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.relative_sum_T, stats.argmax_T,
+            None, None,
+        )  # fmt: skip
+        _launch(accumulate_outputs_kernel, ACCUMULATE_CONFIG, logits_TC, None, rows, first_class, transform, transform)
+
+    def gradient_(
+        self,
+        logits_TC: torch.Tensor,
+        label_T: torch.Tensor,
+        first_class: int,
+        coefficients: RowCoefficients,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        c = coefficients
+        if c.relative_over_sum_T is None:
+            super().gradient_(logits_TC, label_T, first_class, c, transform, class_weight_C)
+            return
+        assert c.uniform_T is None, "label smoothing and outputs beside the loss exclude each other"
+        rows = (label_T, c.max_T, c.softmax_over_sum_T, c.onehot_T, c.relative_over_sum_T, None, None)
+        _launch(gradient_outputs_kernel, GRADIENT_CONFIG, logits_TC, None, rows, first_class, transform, transform)
+
+    def accumulate_pair(
+        self,
+        a_TC: torch.Tensor,
+        b_TC: torch.Tensor,
+        stats: PairStats,
+        transform_a: LogitTransform,
+        transform_b: LogitTransform,
+    ) -> None:
+        s = stats
+        rows = (None, s.max_a_T, s.sum_exp_a_T, None, s.gap_sum_T, None, s.max_b_T, s.sum_exp_b_T)
+        _launch(accumulate_outputs_kernel, ACCUMULATE_CONFIG, a_TC, b_TC, rows, 0, transform_a, transform_b)
+
+    def pair_gradient_(
+        self,
+        student_TC: torch.Tensor,
+        teacher_TC: torch.Tensor,
+        coefficients: PairCoefficients,
+        transform: LogitTransform,
+        teacher_transform: LogitTransform,
+    ) -> None:
+        c = coefficients
+        rows = (None, c.max_T, c.softmax_over_sum_T, None, c.gap_over_sum_T, c.teacher_max_T, c.teacher_over_sum_T)
+        _launch(gradient_outputs_kernel, GRADIENT_CONFIG, student_TC, teacher_TC, rows, 0, transform, teacher_transform)
+
+    def top_k_(
+        self,
+        logits_TC: torch.Tensor,
+        first_class: int,
+        values_TK: torch.Tensor,
+        classes_TK: torch.Tensor,
+        transform: LogitTransform,
+    ) -> None:
+        fold_top_k(logits_TC, first_class, values_TK, classes_TK, transform)
+
+
+def _launch(kernel, config, logits_TC, other_TC, rows, first_class, transform, other_transform) -> None:
+    """Start one program per row on the device of the logits, which need not be the current one."""
+    num_tokens, num_classes = logits_TC.shape
+    if num_tokens == 0 or num_classes == 0:
+        return
+    assert num_classes == 1 or logits_TC.stride(1) == 1, f"logits need unit stride along C, got {logits_TC.stride()}"
+    for row in rows:
+        assert row is None or row.is_contiguous(), "per-token tensors must be contiguous"
+    if other_TC is not None:
+        assert _layout(other_TC) == _layout(logits_TC), "both heads' logits must have one dtype, shape and alignment"
+    mode, factor, softcap = _transform_arguments(transform)
+    other_mode, other_factor, other_softcap = _transform_arguments(other_transform)
+    strides = logits_TC.stride(0), 0 if other_TC is None else other_TC.stride(0)
+    with torch.cuda.device(logits_TC.device) if logits_TC.is_cuda else nullcontext():
+        kernel[(num_tokens,)](
+            logits_TC, other_TC, *rows, *strides, num_classes, first_class,
+            _bits(factor), _bits(softcap), _bits(other_factor), _bits(other_softcap),
+            TRANSFORM=mode, B_TRANSFORM=other_mode, **config.meta(_warp_size(logits_TC.device)),
+            enable_fp_fusion=True,  # whatever this Triton's default
+        )  # fmt: skip
+
+
+def _layout(logits_TC: torch.Tensor) -> tuple:
+    """What the split of a row into 16-byte vectors depends on."""
+    alignment = logits_TC.data_ptr() % 16, logits_TC.stride(0) * logits_TC.element_size() % 16
+    return logits_TC.dtype, logits_TC.shape, logits_TC.stride(1), alignment

@@ -1,0 +1,252 @@
+"""Log-probabilities of given classes, entropy, log-sum-exp and predictions from one pass over the vocabulary.
+
+With p the softmax, y the target, lse the log-sum-exp and H the entropy, for upstream gradients g of the three,
+
+    d / dx_j = g_logprob * ([j = y] - p_j) + g_lse * p_j - g_H * p_j * (log p_j + H)
+
+so that two coefficients per token more than the loss's own suffice: p_j is multiplied by a + b * (x_j - max).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from loongforge import checks, chunks, env
+from loongforge.agreement import ranks_agree
+from loongforge.call import Call, Labels, head_of, prepare_call, refusing_second_derivatives
+from loongforge.compact import CarriedTokens
+from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
+from loongforge.loss import with_options_spelled_out
+from loongforge.outputs.common import (
+    HEAD_OPTIONS,
+    PassedOn,
+    gathered,
+    moved,
+    moved_relative,
+    output_options,
+    over_sum,
+)
+from loongforge.parallel import VocabParallel
+from loongforge.per_token import KeptLogits, products
+
+OPTIONS = ("ignore_index", "z_loss_weight", *HEAD_OPTIONS, "compact_tokens", "logits_budget_mb")
+NO_PREDICTION = -1
+"""In ``predictions``, at ignored tokens."""
+
+
+class LogProbs(NamedTuple):
+    """Results of :func:`linear_logprobs`: of target's shape but for ``accuracy``, and 0 at ignored tokens."""
+
+    logprobs: torch.Tensor
+    """Log-probability of the target."""
+    log_sum_exp: torch.Tensor
+    """Of all logits, after scale, softcap and temperature."""
+    entropy: torch.Tensor | None
+    """Of the distribution over the vocabulary, in nats; None unless asked for."""
+    predictions: torch.Tensor | None
+    """int64 class with the largest logit, the smallest of several; -1 at ignored tokens, None unless asked for."""
+    accuracy: torch.Tensor | None
+    """Share of the tokens that count whose target is predicted, a scalar; None unless predictions are asked for."""
+    z_loss: torch.Tensor | None
+    """``z_loss_weight * log_sum_exp ** 2``; None without ``z_loss_weight``."""
+
+
+class _WithOutputs(PassedOn):
+    """Folds chunks into two more statistics than the loss needs."""
+
+    def __init__(self, kernels: OutputKernels, relative_sum_T, argmax_T) -> None:
+        super().__init__(kernels)
+        self._more = {"relative_sum_T": relative_sum_T, "argmax_T": argmax_T}
+
+    def accumulate(
+        self,
+        logits_TC: torch.Tensor,
+        label_T: torch.Tensor,
+        first_class: int,
+        stats: RowStats,
+        transform: LogitTransform,
+        class_weight_C: torch.Tensor | None = None,
+    ) -> None:
+        # The tensors are the same: what is added to these statistics is added to the loop's.
+        super().accumulate(logits_TC, label_T, first_class, replace(stats, **self._more), transform, class_weight_C)
+
+
+def _statistics(head: chunks.Head, call: Call, outputs: frozenset[str]) -> tuple[RowStats, torch.Tensor | None]:
+    """Statistics over all ranks, and kept logits."""
+    num_tokens = call.plan.num_tokens
+    relative_T = head.tokens.new_empty((num_tokens,), head.statistics_dtype).zero_() if "entropy" in outputs else None
+    argmax_T = None
+    if "predictions" in outputs:
+        argmax_T = head.tokens.new_empty((num_tokens,), torch.int64).zero_()
+    if outputs:
+        head = replace(head, kernels=_WithOutputs(call.kernels, relative_T, argmax_T))
+    stats, kept = chunks.forward(head, with_weighted_sum=False, keep=call.reservation is not None)
+    stats = replace(stats, relative_sum_T=relative_T, argmax_T=argmax_T)
+    return (stats if call.parallel.size == 1 else _over_ranks(stats, call)), kept
+
+
+def _over_ranks(stats: RowStats, call: Call) -> RowStats:
+    values = [stats.max_T, stats.sum_exp_T, stats.label_logit_T]
+    if stats.relative_sum_T is not None:
+        values.append(stats.relative_sum_T)
+    max_RT, sum_exp_RT, label_logit_RT, *relative_RT = gathered(values, call.parallel)
+    max_T = max_RT.amax(0)
+    scale_RT, shift_RT = moved(max_RT, max_T)
+    relative_T = argmax_T = None
+    if relative_RT:
+        relative_T = moved_relative(relative_RT[0], sum_exp_RT, scale_RT, shift_RT).sum(0)
+    if stats.argmax_T is not None:
+        (class_RT,) = gathered([stats.argmax_T + call.parallel.rank * call.rows_per_rank], call.parallel)
+        argmax_T = class_RT.gather(0, max_RT.argmax(0, keepdim=True))[0]
+    return RowStats(max_T, (sum_exp_RT * scale_RT).sum(0), label_logit_RT.sum(0), None, relative_T, argmax_T)
+
+
+class _LogProbsPerToken(torch.autograd.Function):
+    """(hidden, weight, bias, target [T]) -> log-probability, log-sum-exp, entropy and prediction [T]."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target_T, call: Call, outputs: frozenset[str]):  # noqa: D102
+        ctx.set_materialize_grads(False)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = head_of(hidden, weight, bias, None, target_T, call)
+            stats, kept = _statistics(head, call, outputs)
+            labels = Labels.of(target_T, call)
+            log_sum_T = stats.sum_exp_T.log()
+            logprob_T = labels.mark_(stats.label_logit_T - stats.max_T - log_sum_T)
+            log_sum_exp_T = labels.mark_(stats.max_T + log_sum_T)
+            mean_T = entropy_T = None
+            if stats.relative_sum_T is not None:
+                mean_T = stats.relative_sum_T / stats.sum_exp_T
+                entropy_T = labels.mark_(log_sum_T - mean_T)
+            prediction_T = stats.argmax_T
+            if prediction_T is not None:
+                prediction_T = prediction_T.masked_fill_(labels.ignored_T, NO_PREDICTION)
+                ctx.mark_non_differentiable(prediction_T)
+        if call.needs_grad:
+            ctx.save_for_backward(
+                hidden, weight, bias, target_T, stats.max_T, stats.sum_exp_T, mean_T,
+                labels.ignored_T, labels.out_of_range_T,
+            )  # fmt: skip
+            is_kept = kept is not None and call.reservation is not None
+            ctx.kept = KeptLogits(kept, call.reservation) if is_kept else None
+            ctx.call = replace(call, reservation=None)
+        return logprob_T, log_sum_exp_T, entropy_T, prediction_T
+
+    @staticmethod
+    @refusing_second_derivatives
+    def backward(ctx, grad_logprob_T, grad_log_sum_exp_T, grad_entropy_T, _):  # noqa: D102
+        hidden, weight, bias, target_T, max_T, sum_exp_T, mean_T, ignored_T, out_of_range_T = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None
+        labels = Labels(ignored_T, out_of_range_T)
+        onehot_T = labels.mark_(torch.zeros_like(max_T) if grad_logprob_T is None else -grad_logprob_T.to(max_T.dtype))
+        softmax_T, relative_over_sum_T = onehot_T.clone(), None
+        if grad_log_sum_exp_T is not None:
+            softmax_T += grad_log_sum_exp_T
+        if grad_entropy_T is not None:
+            softmax_T += grad_entropy_T * mean_T
+            relative_over_sum_T = over_sum(labels.mark_(-grad_entropy_T.to(max_T.dtype)), sum_exp_T)
+        softmax_over_sum_T = over_sum(labels.mark_(softmax_T), sum_exp_T)
+        coefficients = RowCoefficients(max_T, softmax_over_sum_T, onehot_T, None, relative_over_sum_T)
+        operands = (hidden, weight, bias, target_T, None, None)
+        logits = None if kept is None else kept.logits
+        grads = products(coefficients, operands, sum_exp_T, logits, ctx.needs_input_grad[:3], ctx.call)
+        return *grads, None, None, None
+
+
+def linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    predictions: bool = False,
+    **options: Any,
+) -> LogProbs:
+    """Log-probabilities of ``target`` under ``softmax((hidden @ weight.T + bias) / temperature)``, entropy and more.
+
+    Gradients of ``logprobs``, ``log_sum_exp``, ``z_loss`` and ``entropy`` are exact for any upstream gradient per
+    token, of one or of all of them; an entropy that nothing is differentiated through costs backward nothing.
+
+    Args:
+        hidden: [..., H]; bf16, fp16, fp32 or fp64.  Under ``sequence_parallel`` this rank's slice along dim 0.
+        weight: [V, H], this rank's rows of the output layer.
+        target: [...] integer *global* class numbers, hidden's leading shape, gathered under ``sequence_parallel``.
+        bias: [V], added to the logits.
+        temperature: divides the logits, after scale and softcap.
+        entropy: also return the entropy of every token's distribution.
+        predictions: also return the most probable class of every token, and the accuracy.
+        **options: the fields of :class:`loongforge.LossOptions` in this signature.
+
+    Returns:
+        :class:`loongforge.LogProbs` in fp32 (fp64 for fp64 inputs).  A target outside ``[0, V_global)`` that is not
+        ``ignore_index`` makes its numbers, its row of grad_hidden and this rank's grad_weight NaN
+        (``LCE_CHECK_LABELS=1`` raises IndexError instead).
+
+    Raises:
+        TypeError, ValueError: inputs that do not fit together, unknown options.
+        RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option or an output.
+    """
+    built = output_options("linear_logprobs", OPTIONS, options, temperature, reduction="none")
+    outputs = _outputs(entropy, predictions)
+    parallel = _checked(hidden, weight, target, bias, built)
+    num_classes = built.vocab_size or weight.shape[0] * parallel.size
+    target_T = target.reshape(-1).long()
+    if env.check_labels():
+        labels = Labels.among(target_T, num_classes, built.ignore_index)
+        checks.check_labels_in_range(target, labels.out_of_range_T.view(target.shape), num_classes)
+    label_T, carried = target_T, None
+    if built.compact_tokens is not False:
+        carried = CarriedTokens.of(target_T != built.ignore_index, built.compact_tokens)
+        hidden, parallel = carried.hidden(hidden, parallel), replace(parallel, sequence_parallel=False)
+        label_T = carried.values(target_T, built.ignore_index)
+    call = prepare_call(
+        hidden, weight, bias, False, label_T.shape[0], built, parallel, None, None, outputs=outputs
+    )  # fmt: skip
+    logprob_T, log_sum_exp_T, entropy_T, prediction_T = _LogProbsPerToken.apply(
+        hidden, weight, bias, label_T, call, outputs
+    )  # fmt: skip
+    if carried is not None:
+        logprob_T, log_sum_exp_T, entropy_T = (
+            None if value is None else carried.losses(carried.marked(value))
+            for value in (logprob_T, log_sum_exp_T, entropy_T)
+        )
+        if prediction_T is not None:
+            # Shifted by one, so that what is left out reads NO_PREDICTION.
+            prediction_T = carried.losses(prediction_T - NO_PREDICTION) + NO_PREDICTION
+    return LogProbs(
+        logprobs=logprob_T.view(target.shape),
+        log_sum_exp=log_sum_exp_T.view(target.shape),
+        entropy=None if entropy_T is None else entropy_T.view(target.shape),
+        predictions=None if prediction_T is None else prediction_T.view(target.shape),
+        accuracy=None if prediction_T is None else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T),
+        z_loss=built.z_loss_weight * log_sum_exp_T.square().view(target.shape) if built.z_loss_weight else None,
+    )
+
+
+def _outputs(entropy: bool, predictions: bool) -> frozenset[str]:
+    for name, value in (("entropy", entropy), ("predictions", predictions)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+    return frozenset(name for name, wanted in (("entropy", entropy), ("predictions", predictions)) if wanted)
+
+
+def _checked(hidden, weight, target, bias, options) -> VocabParallel:
+    checks.refuse_function_transforms()
+    parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
+    with ranks_agree(parallel, options, {"hidden": hidden, "weight": weight, "target": target, "bias": bias}):
+        checks.check_inputs(hidden, weight, target, bias, None, None, options, parallel)
+    return parallel
+
+
+def _accuracy(prediction_T, target_T, ignore_index: int, like: torch.Tensor) -> torch.Tensor:
+    valid_T = target_T != ignore_index
+    hits = (prediction_T == target_T).logical_and_(valid_T).sum()
+    return (hits / valid_T.sum().clamp_min(1)).to(like.dtype)
+
+
+with_options_spelled_out(linear_logprobs, OPTIONS)
