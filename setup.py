@@ -37,7 +37,7 @@ setup(
     description="The fused output layer of language models: cross entropy of hidden @ weight.T without the logits",
     long_description=(root / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["loongforge", "loongforge.*"]),
     package_data={"loongforge": ["py.typed"]},

@@ -1,4 +1,4 @@
-"""Time loongforge's implementations on an AMD GPU; replaces the model of docs/amd.md by measurements.
+"""Time loongforge's implementations on an AMD GPU; replaces the model of docs/amd_kernels.md by measurements.
 
 Forward plus backward in milliseconds, median of --repeats after a warm-up, and for cross_entropy the bandwidth of its
 two reads and one write of the logits.

@@ -2,7 +2,7 @@
 
 One workgroup sweeps one row with 128-bit buffer accesses whatever the row's alignment, several loads in flight per
 thread.  A kernel is compiled once per (architecture, dtype, static options) and serves every T, C and stride.
-``docs/amd.md`` shows what the machine code looks like.
+``docs/amd_kernels.md`` shows what the machine code looks like.
 
 flydsl is imported when the first kernel is compiled; importing this module needs torch only.
 """

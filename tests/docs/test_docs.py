@@ -94,10 +94,11 @@ def test_no_path_leaves_the_repository(document):
 
 
 def test_every_document_is_linked_from_the_readme():
-    text = text_of(ROOT / "README.md")
+    readmes = {language: text_of(ROOT / name) for language, name in zip(("en", "zh"), READMES, strict=True)}
     for document in DOCUMENTS:
         if document.name != "README.md" and "benchmarks" not in document.parts:
-            assert f"]({document.relative_to(ROOT).as_posix()})" in text, document.name
+            language = "zh" if "zh" in document.parts else "en"
+            assert f"]({document.relative_to(ROOT).as_posix()})" in readmes[language], document.name
 
 
 # ---------------------------------------------------------------- tables and the code
@@ -169,11 +170,25 @@ def test_headline_is_what_was_measured(name):
 # ---------------------------------------------------------------- the two languages
 
 
-def test_both_readmes_show_the_same():
-    english, chinese = (text_of(ROOT / name) for name in READMES)
+TRANSLATIONS = {"README.md": "README_zh.md"} | {
+    f"docs/{path.name}": f"docs/zh/{path.name}" for path in sorted((ROOT / "docs/zh").glob("*.md"))
+}
+
+
+def test_what_is_translated():
+    assert set(TRANSLATIONS) == {"README.md", "docs/quickstart.md", "docs/megatron.md", "docs/tuning.md"}
+
+
+@pytest.mark.parametrize(("original", "translation"), TRANSLATIONS.items(), ids=TRANSLATIONS)
+def test_a_translation_shows_the_same(original, translation):
+    """The same code, headings, lists and tables; in every row the same code spans, numbers and names of errors."""
+    english, chinese = (text_of(ROOT / name) for name in (original, translation))
     for language in ("bash", "python", "text"):
         assert blocks(english, language) == blocks(chinese, language)
-    assert english.count("\n## ") == chinese.count("\n## ")
+    outlines = [re.findall(r"^#+(?= )", without_blocks(text), re.MULTILINE) for text in (english, chinese)]
+    assert outlines[0] == outlines[1]
+    items = [len(re.findall(r"^(?:- |\d+\. )", without_blocks(text), re.MULTILINE)) for text in (english, chinese)]
+    assert items[0] == items[1]
 
     def facts(text):
         """What needs no translation: code spans, names of formulas and numbers of every row."""
@@ -182,13 +197,29 @@ def test_both_readmes_show_the_same():
         ]
 
     assert facts(english) == facts(chinese)
-    links = [
-        sorted(re.findall(r"\]\(([^)]+)\)", text.split("\n", 4)[4])) for text in (english, chinese)
-    ]  # after the line that links each to the other
-    assert links[0] == links[1]
+
+    def links(name, text):
+        """Files that the page links to, a translation counted as its original; not what links the two to each other."""
+        folder, originals = (ROOT / name).parent, {there: here for here, there in TRANSLATIONS.items()}
+        found = []
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            path = target if "://" in target else (folder / target).resolve().relative_to(ROOT).as_posix()
+            found.append(originals.get(path, path))
+        return sorted(path for path in found if path != original)
+
+    assert links(original, english) == links(translation, chinese)
 
 
-# ---------------------------------------------------------------- examples
+@pytest.mark.parametrize("document", TRANSLATIONS.values())
+def test_chinese_is_chinese(document):
+    """Prose is translated, punctuation is full-width, and no line ends where HTML would show a space in a sentence."""
+    prose = re.sub(r"`[^`\n]*`|\]\([^)]*\)|<!--.*?-->", "", without_blocks(text_of(ROOT / document)))
+    assert len(re.findall(r"[\u4e00-\u9fff]", prose)) > 300
+    assert not re.findall(r"[\u4e00-\u9fff] ?[,;:?!](?:\s|$)|[\u4e00-\u9fff]\.(?:\s|$)", prose)
+    assert not re.findall(r"[\u4e00-\u9fff]\n[\u4e00-\u9fff]", prose), "break lines after punctuation only"
+
+
+# ---------------------------------------------------------------- examples with figures; the others: test_examples.py
 
 
 def run(code: str) -> str:
@@ -200,10 +231,9 @@ def run(code: str) -> str:
     return result.stdout
 
 
-def test_the_readme_example_runs():
+def test_the_readme_example_is_short():
     example = blocks(text_of(ROOT / "README.md"), "python")[0]
     assert len([line for line in example.splitlines() if line.strip()]) <= 15
-    assert re.fullmatch(r"loss \d+\.\d{4}\n", run(example))
 
 
 def test_the_numbers_of_the_mathematics():
@@ -214,12 +244,6 @@ def test_the_numbers_of_the_mathematics():
     assert number.sub("N", printed) == number.sub("N", shown)
     for actual, expected in zip(number.findall(printed), number.findall(shown), strict=True):
         assert 0.5 < float(actual) / float(expected) < 2, (actual, expected)
-
-
-def test_the_plan_of_the_architecture():
-    text = text_of(ROOT / "docs/architecture.md")
-    (code,), (shown,) = blocks(text, "python"), blocks(text, "text")
-    assert run(code) == shown
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="needs megatron-core (loongforge[megatron])")

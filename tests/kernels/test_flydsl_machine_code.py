@@ -19,7 +19,7 @@ from tests.amdgpu import flydsl_host, machine_code, report  # noqa: E402
 from tests.amdgpu.row_checks import RowCase  # noqa: E402
 from tests.amdgpu.rows import EmulatedFlyDSLRowKernels  # noqa: E402
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "amd.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "amd_kernels.md"
 # Waves per SIMD: the architecture's maximum everywhere.
 WAVES = {"gfx942": 8, "gfx950": 8, "gfx1100": 16, "gfx1150": 16, "gfx1151": 16, "gfx1200": 16, "gfx1201": 16}
 LDS_BYTES = {"accumulate": {64: 32, 32: 64}, "gradient": {64: 0, 32: 0}}
@@ -41,10 +41,10 @@ def test_gates(arch, dtype, kernel):
 
 
 def test_the_document_is_what_the_command_prints():
-    """Every figure of docs/amd.md: what the tests above compiled, compared as text."""
+    """Every figure of docs/amd_kernels.md: what the tests above compiled, compared as text."""
     committed = DOCUMENT.read_text()
     if report.versions() not in committed:
-        pytest.skip(f"docs/amd.md was made with other versions than {report.versions()}: python -m tests.amdgpu.report")
+        pytest.skip(f"{DOCUMENT.name} is of other versions than {report.versions()}: python -m tests.amdgpu.report")
     assert committed.splitlines() == "\n".join(report.lines()).splitlines(), "run: python -m tests.amdgpu.report"
 
 
