@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from loongforge import sharded
 from loongforge.options import LossOptions
 from loongforge.parallel import VocabParallel
 
@@ -43,6 +44,8 @@ def check_inputs(
             if tensor.device != hidden.device:
                 raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
             _check_has_data(name, tensor)
+            if not torch.compiler.is_compiling():
+                sharded.refuse_shard(name, tensor)
     _check_dtypes(hidden, weight, target, bias)
     _check_weight_shape(weight, hidden, options, parallel)
     _check_target_shape(hidden, target, parallel)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from loongforge import chunks, out_of_memory
+from loongforge import chunks, out_of_memory, sharded
 from loongforge.call import (
     Call,
     GradHiddenReduction,
@@ -122,12 +122,15 @@ class LossPerToken(torch.autograd.Function):
             is_kept = result.kept is not None and call.reservation is not None
             ctx.kept = KeptLogits(result.kept, call.reservation) if is_kept else None
             ctx.call = replace(call, reservation=None)
+            ctx.shapes = [None if tensor is None else tensor.shape for tensor in (weight, bias, base_weight)]
         return result.loss_T
 
     @staticmethod
     @refusing_second_derivatives
     def backward(ctx, grad_loss_T):  # noqa: D102
         *operands, max_T, sum_exp_T, ignored_T, out_of_range_T = ctx.saved_tensors
+        _, weight, bias, _, _, base_weight = operands
+        sharded.require_unchanged(("weight", "bias", "base_weight"), (weight, bias, base_weight), ctx.shapes)
         kept, ctx.kept = ctx.kept, None
         labels, logits = Labels(ignored_T, out_of_range_T), None if kept is None else kept.logits
         needs = ctx.needs_input_grad[:3]
