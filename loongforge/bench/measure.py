@@ -187,7 +187,7 @@ class Step:
         """Relative errors of loss and gradients."""
         actual = (self(), self.hidden.grad, self.weight.grad)
         names, truth = ("loss", "grad_hidden", "grad_weight"), self._problem.truth[self._per_token]
-        return {name: relative_error(*pair) for name, *pair in zip(names, actual, truth, strict=True)}
+        return {name: relative_error(value, right) for name, value, right in zip(names, actual, truth, strict=True)}
 
 
 def verdict(errors: dict[str, float]) -> str:

@@ -50,8 +50,11 @@ class Layer:
         tokens, hidden, vocab = self.shape.tokens, self.shape.hidden, self.shape.vocab
         saved = None
         if self.reduction != "none" and self.tensor_parallel == 1:
-            on_meta = (torch.empty(size, hidden, dtype=self.dtype, device="meta") for size in (tokens, vocab))
-            saved = gradient_bytes(*(tensor.requires_grad_() for tensor in on_meta), None)
+            hidden_TH, weight_VH = (
+                torch.empty(size, hidden, dtype=self.dtype, device="meta", requires_grad=True)
+                for size in (tokens, vocab)
+            )
+            saved = gradient_bytes(hidden_TH, weight_VH, None)
         options = LossOptions(logits_budget_mb=budget_mb)
         granted = LogitsBudget().reserve(options, tokens, vocab, self.itemsize, saved)
         return plan_chunks(
