@@ -166,13 +166,14 @@ def prepare_call(
     weight_grad_sink: WeightGradSink | None,
     gradient_bytes: int | None,
     has_adapter: bool = False,
+    dtype: torch.dtype | None = None,
     outputs: frozenset[str] = frozenset(),
 ) -> Call:
     """Choose kernels and plan; ``gradient_bytes`` is what gradients in forward would keep, None where they cannot.
 
     ``outputs`` beside the loss need :class:`loongforge.kernels.interface.OutputKernels`, which tile kernels are not.
     """
-    dtype = checks.compute_dtype(hidden)
+    dtype = dtype or checks.compute_dtype(hidden)
     logits_dtype = torch.promote_types(dtype, torch.float32) if options.fp32_logits else dtype
     rows_per_rank = weight.shape[0]
     num_classes = options.vocab_size or rows_per_rank * parallel.size

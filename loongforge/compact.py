@@ -34,6 +34,10 @@ class CarriedTokens:
         num_tokens = valid_T.shape[0]
         seen_T = valid_T.cumsum(0)
         if compact_tokens is True:
+            if torch.compiler.is_compiling():
+                raise NotImplementedError(
+                    "compact_tokens=True reads a number on the host, which a graph cannot: give a bound"
+                )
             checks.refuse_under_graph_capture("compact_tokens=True", valid_T.device, "give a bound: compact_tokens=N")
             size = int(seen_T[-1]) if num_tokens else 0
         else:
@@ -43,7 +47,7 @@ class CarriedTokens:
         if compact_tokens is True or num_tokens == 0:
             return cls(index_N, num_tokens, None)
         too_many = seen_T[-1] > compact_tokens
-        if env.check_labels():
+        if not torch.compiler.is_compiling() and env.check_labels():
             checks.check_number_of_tokens(seen_T[-1], compact_tokens)
         return cls(index_N, num_tokens, torch.where(too_many, torch.nan, 1.0))
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from loongforge import checks, env
+from loongforge import checks, env, operators, sharded
 from loongforge.agreement import ranks_agree
 from loongforge.call import Labels, WeightGradSink, prepare_call
 from loongforge.compact import CarriedTokens
@@ -41,10 +42,16 @@ def fused_loss(
     weight_grad_sink: WeightGradSink | None = None,
 ) -> torch.Tensor:
     """:func:`linear_cross_entropy` with its options already built, and a place for the weight gradient to go."""
-    checks.refuse_function_transforms()
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        options = build_options({name: getattr(options, name) for name in OPTION_NAMES})
+    else:
+        checks.refuse_function_transforms()
+        hidden, weight, target, bias, options = sharded.local_parts(hidden, weight, target, bias, options)
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
     given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
-    with ranks_agree(parallel, options, given | {"token_weight": token_weight, "adapter": adapter}):
+    given |= {"token_weight": token_weight, "adapter": adapter}
+    with nullcontext() if compiling else ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
         checks.check_token_weight(token_weight, target)
         checks.check_adapter(adapter, hidden, weight)
@@ -53,7 +60,7 @@ def fused_loss(
     if class_weight is not None:
         class_weight = class_weight.detach().to(wide)
     target_T, token_weight_T = _weighted_tokens(target, token_weight, options, wide)
-    if env.check_labels():
+    if not compiling and env.check_labels():
         out_of_range_T = Labels.among(target_T, num_classes, options.ignore_index).out_of_range_T
         checks.check_labels_in_range(target, out_of_range_T.view(target.shape), num_classes)
     base_weight = None
@@ -92,6 +99,12 @@ def _losses(
     options: LossOptions, parallel: VocabParallel, weight_grad_sink: WeightGradSink | None,
 ) -> torch.Tensor:  # fmt: skip
     """Weighted losses [T], or their sum where gradients are computed in forward."""
+    if torch.compiler.is_compiling():
+        if weight_grad_sink is not None:
+            raise NotImplementedError("a sink for the weight gradient (Megatron's main_grad) does not exist in a graph")
+        operands = (hidden, weight, bias, target_T, class_weight, base_weight)
+        loss_T = operators.losses(*operands, options, parallel.sequence_parallel)
+        return loss_T if token_weight_T is None else loss_T * token_weight_T
     # A sum has one upstream gradient for all tokens; over ranks its statistics would have to travel chunk by chunk.
     may_run_in_forward = options.reduction != "none" and parallel.size == 1 and weight_grad_sink is None
     if token_weight_T is not None and token_weight_T.requires_grad:
@@ -217,6 +230,8 @@ class LinearCrossEntropy(nn.Module):
 
 
 def build_options(options: dict[str, Any]) -> LossOptions:
+    if torch.compiler.is_compiling():
+        options = operators.constants(options)
     for name in options:
         if name not in OPTION_NAMES:
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)

@@ -154,7 +154,7 @@ def plan_chunks(
         operand_itemsize=operand_itemsize,
         forward_width=env.vocab_split_size(impl, "FWD") or planned,
         backward_width=env.vocab_split_size(impl, "BWD") or planned,
-        kept_rows=_rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),
+        kept_rows=rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),
         tokens_per_chunk=tokens_per_chunk(impl, num_tokens, hidden_size, vocab_rows) if gradients_in_forward else 0,
     )
 
@@ -181,7 +181,8 @@ def tokens_per_chunk(impl: str, num_tokens: int, hidden_size: int, vocab_rows: i
     return min(max(1, num_tokens), max(4096, power) if impl == "triton" else power)
 
 
-def _rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:
+def rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:
+    """Vocabulary rows of logits that ``num_bytes`` hold: all, or a multiple of :data:`KEPT_MULTIPLE`."""
     fit = num_bytes // max(1, num_tokens * itemsize)
     return vocab_rows if fit >= vocab_rows else fit // KEPT_MULTIPLE * KEPT_MULTIPLE
 
@@ -252,7 +253,7 @@ class LogitsBudget:
             if free < wanted and gradient_bytes is not None and gradient_bytes <= free:
                 reservation = Reservation(self, gradient_bytes, for_gradients=True)
             else:
-                rows = _rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
+                rows = rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
                 reservation = Reservation(self, rows * num_tokens * itemsize)
             self._granted += reservation.num_bytes
         return reservation

@@ -38,6 +38,7 @@ ORDER = (
     "call",
     "per_token",
     "gradients_in_forward",
+    "operators",
     "compact",
     "loss",
     "cross_entropy",
