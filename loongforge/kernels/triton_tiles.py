@@ -79,6 +79,7 @@ _UNSPECIALIZED = [*_NUMBERS, "num_tiles", "hidden_stride", "weight_stride"]
 def statistics_kernel(
     hidden_desc,
     weight_desc,
+    out_desc,  # None: the logits are not kept
     bias_ptr,  # None: no bias
     partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
     class_weight_ptr,  # None: all ones
@@ -107,6 +108,10 @@ def statistics_kernel(
         row_exists = row < num_tokens
         exists = (column < num_classes)[None, :]
 
+        if out_desc is not None:
+            rounded = z.to(out_desc.dtype)
+            _store(out_desc, tile_t * BLOCK_T, tile_c * BLOCK_C, rounded, BLOCK_T, BLOCK_C)
+            z = rounded.to(tl.float32)  # what backward will find
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
         plane = num_tiles_c.to(tl.int64) * num_tokens
@@ -280,6 +285,8 @@ _TMA_BYTES = 16
 class TritonTileKernels:
     """:class:`loongforge.kernels.interface.TileKernels` for Hopper."""
 
+    keeps_logits = False  # the library's GEMM and a row kernel are faster where the tile has to be stored
+
     def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
         return (
             hidden_TH.dtype in (torch.bfloat16, torch.float16)
@@ -299,27 +306,18 @@ class TritonTileKernels:
         stats: RowStats,
         transform: LogitTransform,
         class_weight_C: torch.Tensor | None = None,
+        out_TC: torch.Tensor | None = None,
     ) -> None:
-        num_tokens, num_classes = hidden_TH.shape[0], weight_CH.shape[0]
-        num_tiles = triton.cdiv(num_classes, CONFIG.block_c)
-        weighted_sum = stats.weighted_sum_T is not None
-        partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, num_tokens))
+        partial = new_partial(stats, weight_CH.shape[0], CONFIG.block_c)
         mode, factor, softcap = _transform_arguments(transform)
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             statistics_kernel[(_num_programs(hidden_TH.device),)](
                 _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, partial, class_weight_C,
-                num_tokens, num_classes, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **CONFIG.meta(),
+                None if out_TC is None else _store_descriptor(out_TC), bias_C, partial, class_weight_C,
+                hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
+                TRANSFORM=mode, WEIGHTED_SUM=stats.weighted_sum_T is not None, **CONFIG.meta(),
             )  # fmt: skip
-            fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
-                partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
-            )
-            label_logit_kernel[(num_tokens,)](
-                hidden_TH, weight_CH, bias_C, label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
-                num_classes, first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
-            )  # fmt: skip
+            finish_statistics(partial, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform)
 
     def gradient(
         self,
@@ -338,17 +336,53 @@ class TritonTileKernels:
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             tile_gradient_kernel[(_num_programs(hidden_TH.device),)](
                 _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, label_T, TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2]),
+                bias_C, label_T, _store_descriptor(out_TC),
                 c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, **CONFIG.meta(),
             )  # fmt: skip
 
 
+def new_partial(stats: RowStats, num_classes: int, block_c: int) -> torch.Tensor:
+    """Scratch [2 or 3, tiles of a row, T] for what the statistics kernels leave to :func:`finish_statistics`."""
+    numbers = 2 if stats.weighted_sum_T is None else 3
+    return stats.max_T.new_empty((numbers, triton.cdiv(num_classes, block_c), stats.max_T.shape[0]))
+
+
+def finish_statistics(
+    partial: torch.Tensor,
+    hidden_TH: torch.Tensor,
+    weight_CH: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    label_T: torch.Tensor,
+    first_class: int,
+    stats: RowStats,
+    transform: LogitTransform,
+) -> None:
+    """Fold the partial statistics of all tiles into ``stats`` and compute the logits at the labels."""
+    num_tokens, num_tiles = hidden_TH.shape[0], partial.shape[1]
+    mode, factor, softcap = _transform_arguments(transform)
+    fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
+        partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
+    )
+    label_logit_kernel[(num_tokens,)](
+        hidden_TH, weight_CH, bias_C, label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
+        weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+        TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
+    )  # fmt: skip
+
+
+def _store_descriptor(out_TC: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2])
+
+
 def _load_descriptor(operand: torch.Tensor, block_rows: int) -> TensorDescriptor:
-    if not _is_aligned(operand):
-        operand = operand.clone(memory_format=torch.contiguous_format)
-    return TensorDescriptor.from_tensor(operand, [block_rows, CONFIG.block_h])
+    return TensorDescriptor.from_tensor(_aligned(operand), [block_rows, CONFIG.block_h])
+
+
+def _aligned(operand: torch.Tensor) -> torch.Tensor:
+    """The operand, or a copy whose address and rows the tensor memory accelerator takes."""
+    return operand if _is_aligned(operand) else operand.clone(memory_format=torch.contiguous_format)
 
 
 def _is_aligned(operand: torch.Tensor) -> bool:

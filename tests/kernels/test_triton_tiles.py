@@ -1,7 +1,8 @@
-"""The Triton tile kernels against float64 truth, on a Hopper GPU or under Triton's interpreter.
+"""The tile kernels, plain Triton and Gluon, against float64 truth: on a Hopper GPU or without one.
 
 Without a GPU these tests skip in an ordinary run and ``test_triton_interpreter.py`` runs them in a process of their
-own.  The interpreter computes bfloat16 products of tensor descriptors wrongly, so float16 stands for both there.
+own, the Gluon kernels' Python on the machine of ``gluon_machine.py``.  The interpreter computes bfloat16 products of
+tensor descriptors wrongly, so float16 stands for both there.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import torch
 from loongforge import LossOptions, linear_cross_entropy
 from loongforge.kernels.reference import reference_loss
 from loongforge.plan import KEPT_MULTIPLE
+from tests.kernels import gluon_machine
 from tests.kernels.triton_cases import DEVICE, INTERPRETED
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -27,19 +29,27 @@ OPTIONS = (
 )
 
 
-@pytest.fixture
-def tiles(monkeypatch):
+@pytest.fixture(params=("triton", "triton keeping", "gluon"))
+def tiles(request, monkeypatch):
     """The tile kernels, put in the place where dispatch chooses, and a record of their calls."""
     from loongforge import call
-    from loongforge.kernels.triton_tiles import TritonTileKernels
+    from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles
 
-    kernels, calls = TritonTileKernels(), []
+    if request.param == "gluon":
+        if not HOPPER:
+            gluon_machine.install(monkeypatch, gluon_tiles, triton_rows, triton_tiles)
+        kernels = gluon_tiles.GluonTileKernels()
+    else:
+        kernels = triton_tiles.TritonTileKernels()
+        kernels.keeps_logits = request.param == "triton keeping"
+    kernels.calls = []
 
     def recorded(name):
         original = getattr(kernels, name)
 
         def run(*arguments):
-            calls.append(name)
+            kept = name == "accumulate" and arguments[-1] is not None
+            kernels.calls.append("accumulate and keep" if kept else name)
             return original(*arguments)
 
         return run
@@ -48,7 +58,6 @@ def tiles(monkeypatch):
     monkeypatch.setattr(
         call, "tile_kernels", lambda impl, hidden, weight: kernels if kernels.supports(hidden, weight) else None
     )
-    kernels.calls = calls
     return kernels
 
 
@@ -102,7 +111,9 @@ def test_loss_of_unrounded_logits_and_gradients(tiles, monkeypatch, options, dty
     assert tiles.calls.count("accumulate") == 4 and tiles.calls.count("gradient") == 12
 
 
-@pytest.mark.parametrize("num_tokens, hidden_size, num_classes", [(1, 8, 1), (129, 72, 257), (2, 64, 1000)])
+@pytest.mark.parametrize(
+    "num_tokens, hidden_size, num_classes", [(1, 8, 1), (129, 72, 257), (2, 64, 1000), (70, 1032, 300)]
+)
 def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
     inputs = make(num_tokens, hidden_size, num_classes, torch.float16)
     inputs[3][:] = num_classes - 1
@@ -112,7 +123,7 @@ def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
     assert max(errors[1:]) < 1e-3 or num_classes == 1
 
 
-def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
+def test_a_part_of_the_logits_is_kept(tiles, monkeypatch):
     """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
     from loongforge import plan as planning
 
@@ -122,12 +133,26 @@ def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
     loss = linear_cross_entropy(
         hidden, weight, target, reduction="none", logits_budget_mb=37 * 2 * (KEPT_MULTIPLE + 1), impl="generic"
     )
-    assert tiles.calls == ["accumulate"]
+    forward = ["accumulate and keep", "accumulate"] if tiles.keeps_logits else ["accumulate"]
+    assert tiles.calls == forward
     first = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight), upstream)
-    assert tiles.calls == ["accumulate", "gradient", "gradient"]
+    assert tiles.calls == [*forward, "gradient", "gradient"]
     for a, b in zip(first, second, strict=True):
         assert relative_error(a, b) < 1e-3
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("num_classes", (257, 611))
+def test_all_logits_kept(tiles, options, num_classes):
+    """Statistics are those of the stored logits, whose probabilities must add up to 1 in backward."""
+    inputs = make(37, 24, num_classes, torch.float16)
+    _, grads, errors = run(inputs, logits_budget_mb="all", **options)
+    assert errors[0] < 1e-3 and max(errors[1:]) < 1.5e-3, errors
+    assert tiles.calls == (["accumulate and keep"] if tiles.keeps_logits else [])
+    if not options:
+        bias_sum = float(grads[2].float().sum())
+        assert abs(bias_sum) < 0.05, "softmax minus one-hot does not sum to 0"
 
 
 def test_inactive_rows_are_zero_and_bad_labels_nan(tiles):
@@ -172,6 +197,26 @@ def test_unsuitable_operands_are_left_to_the_row_kernels(tiles, case):
     else:
         hidden = hidden[:0]
     assert not tiles.supports(hidden, weight)
+
+
+@pytest.mark.skipif(HOPPER, reason="on a GPU a missing wait may go unnoticed: the machine of gluon_machine.py shows it")
+@pytest.mark.parametrize("missing", ("wait for a stage", "wait for a product", "wait for a store"))
+def test_the_machine_without_a_gpu_notices_missing_waits(tiles, monkeypatch, missing):
+    from loongforge.kernels import gluon_tiles
+
+    if not isinstance(tiles, gluon_tiles.GluonTileKernels):
+        pytest.skip("only the Gluon kernels wait for themselves")
+    if missing == "wait for a stage":
+        monkeypatch.setattr(gluon_tiles.mbarrier, "wait", lambda barrier, phase: None)
+    elif missing == "wait for a product":
+        monkeypatch.setattr(gluon_tiles, "warpgroup_mma_wait", lambda num_outstanding, deps: deps[0])
+    else:
+        monkeypatch.setattr(gluon_tiles.tma, "store_wait", lambda pendings: None)
+    try:
+        _, _, errors = run(make(70, 520, 300, torch.float16))
+    except AssertionError:
+        return  # the machine itself objected
+    assert not max(errors) < 1e-3
 
 
 def test_a_misaligned_hidden_is_copied(tiles):

@@ -1,4 +1,4 @@
-"""The tile kernels compile, without a GPU, for the one architecture they ship for, within its resources."""
+"""The tile kernels, plain Triton and Gluon, compile without a GPU for the one architecture they ship for."""
 
 import os
 
@@ -8,6 +8,7 @@ triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongf
 
 from triton.compiler import ASTSource  # noqa: E402
 
+from loongforge.dispatch import NEWEST_GLUON, OLDEST_GLUON  # noqa: E402
 from loongforge.kernels import triton_tiles  # noqa: E402
 from tests.kernels.test_triton_compile import TARGETS, TRANSFORMS, nvidia_resources  # noqa: E402
 
@@ -28,22 +29,40 @@ def compiled(kernel, dtype, transform, everything):
     }
     meta = CONFIG.meta()
     options = {name: meta.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    signature, constants = signature_of(kernel, dtype, transform, everything, blocks, meta)
+    return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS["sm_90"], options=options)
+
+
+def compiled_gluon(kernel, dtype, transform, everything):
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from loongforge.kernels import gluon_tiles
+
+    blocks = {"hidden_desc": (64, 64), "weight_desc": (256, 64), "out_desc": (64, 128)}
+    layout = f",{gluon_tiles.SHARED.value!r}"
+    signature, constants = signature_of(kernel, dtype, transform, everything, blocks, {}, layout)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return triton.compile(GluonASTSource(kernel, signature, constants), target=TARGETS["sm_90"], options=options)
+
+
+def signature_of(kernel, dtype, transform, everything, blocks, meta, layout=""):
     constants = meta | {"TRANSFORM": TRANSFORMS[transform], "WEIGHTED_SUM": everything}
     if not everything:
         constants |= {"bias_ptr": None, "class_weight_ptr": None, "uniform_ptr": None}
+        if kernel.__name__ == "statistics_kernel":
+            constants["out_desc"] = None
     types = {"bias_ptr": f"*{dtype}", "label_ptr": "*i64", "first_class": "i64"}
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
             signature[name] = "constexpr"
         elif name in blocks:
-            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]},{blocks[name][1]}]>"
+            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]},{blocks[name][1]}]{layout}>"
         elif name.endswith("_bits"):
             signature[name] = "i64"
         else:
             signature[name] = types.get(name, "*fp32" if name.endswith("_ptr") else "i32")
-    constants = {name: value for name, value in constants.items() if name in signature}
-    return triton.compile(ASTSource(kernel, signature, constants), target=TARGETS["sm_90"], options=options)
+    return signature, {name: value for name, value in constants.items() if name in signature}
 
 
 @pytest.mark.parametrize("dtype, transform, everything", OPTIONS)
@@ -56,3 +75,22 @@ def test_products_run_on_the_tensor_cores_within_the_registers(kernel, dtype, tr
     assert "wgmma.mma_async" in binary.asm["ptx"]
     assert "cp.async.bulk.tensor" in binary.asm["ptx"]
     assert "atom" not in binary.asm["ptx"], "results must repeat bit for bit"
+
+
+@pytest.mark.skipif(
+    not OLDEST_GLUON <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST_GLUON,
+    reason="dispatch does not use the Gluon kernels with this Triton",
+)
+@pytest.mark.parametrize("dtype, transform, everything", OPTIONS)
+@pytest.mark.parametrize("name", ("statistics_kernel", "tile_gradient_kernel"))
+def test_gluon_kernels_give_registers_to_the_warps_that_multiply(name, dtype, transform, everything):
+    from loongforge.kernels import gluon_tiles
+
+    binary = compiled_gluon(getattr(gluon_tiles, name), dtype, transform, everything)
+    used = nvidia_resources(binary)
+    assert used["registers"] <= 168 and used["shared"] <= HOPPER_SHARED_BYTES, used  # 3 * 128 threads at launch
+    assert used["spills"] == 0 or everything, used
+    ptx = binary.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n256k16" in ptx and "cp.async.bulk.tensor" in ptx
+    assert "setmaxnreg.inc" in ptx
+    assert "atom" not in ptx, "results must repeat bit for bit"
