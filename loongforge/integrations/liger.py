@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from loongforge.loss import linear_cross_entropy
+from loongforge.outputs.logprobs import linear_logprobs
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,27 @@ class LigerOptions:
     return_predicted_tokens: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("return_z_loss", "return_token_accuracy", "return_predicted_tokens"):
-            if getattr(self, name):
-                raise NotImplementedError(f"{name}=True: loongforge.integrations.liger returns the loss only")
         if self.accum_dtype not in (None, torch.float32):
             raise NotImplementedError(
                 f"accum_dtype={self.accum_dtype}: loongforge accumulates in float32; pass None or torch.float32"
             )
-        weighted = self.ce_weight is not None
-        if weighted and self.lse_square_scale and self.reduction == "mean":
-            raise NotImplementedError(
-                "lse_square_scale with ce_weight and reduction='mean': Liger divides the two terms by different "
-                "counts; use reduction='none' or 'sum'"
-            )
-        if self.use_token_scaling and (weighted or self.lse_square_scale or self.label_smoothing):
-            raise NotImplementedError("use_token_scaling with ce_weight, lse_square_scale or label_smoothing")
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether more than the reduced loss of :func:`loongforge.linear_cross_entropy` is asked for."""
+        returned = self.return_z_loss or self.return_token_accuracy or self.return_predicted_tokens
+        two_counts = self.ce_weight is not None and self.lse_square_scale != 0 and self.reduction == "mean"
+        return returned or self.use_token_scaling or two_counts
+
+
+@dataclass
+class CrossEntropyOutput:
+    """What Liger returns in place of the loss where anything else is asked for; None where it was not."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
 
 
 _NUM_OPTIONS = len(fields(LigerOptions))
@@ -71,7 +78,7 @@ def liger_fused_linear_cross_entropy(
     bias: torch.Tensor | None = None,
     *options: Any,
     **named: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | CrossEntropyOutput:
     """``liger_kernel.transformers.functional.liger_fused_linear_cross_entropy``.
 
     Args:
@@ -83,13 +90,23 @@ def liger_fused_linear_cross_entropy(
             chunks ``chunk_mem_const``, is taken and has no effect: see ``LCE_LOGITS_BUDGET_MB``.
 
     Returns:
-        The loss in float32: a scalar, or [BT] for ``reduction="none"``.
+        The loss in float32: a scalar, or [BT] for ``reduction="none"``.  :class:`CrossEntropyOutput` where a z-loss (of
+        the loss's shape, without gradient), a token accuracy (likewise) or predicted tokens ([BT], -1 where ignored)
+        are asked for.
     """
     named.pop("chunk_mem_const", None)
-    return _loss(input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS], **named))
+    return _unpacked(input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS], **named))
 
 
-def _loss(hidden, weight, target, bias, options: LigerOptions) -> torch.Tensor:
+def _unpacked(hidden, weight, target, bias, options: LigerOptions) -> torch.Tensor | CrossEntropyOutput:
+    output = _compute(hidden, weight, target, bias, options)
+    returned = options.return_z_loss or options.return_token_accuracy or options.return_predicted_tokens
+    return output if returned else output.loss
+
+
+def _compute(hidden, weight, target, bias, options: LigerOptions) -> CrossEntropyOutput:
+    if options.needs_outputs:
+        return _compute_with_outputs(hidden, weight, target, bias, options)
     loss = linear_cross_entropy(
         hidden,
         weight,
@@ -100,15 +117,48 @@ def _loss(hidden, weight, target, bias, options: LigerOptions) -> torch.Tensor:
         z_loss_weight=options.lse_square_scale,
         label_smoothing=options.label_smoothing,
         softcap=options.softcap,
-        reduction="none" if options.use_token_scaling else options.reduction,
+        reduction=options.reduction,
     )
-    if not options.use_token_scaling:
-        return loss
-    loss = loss * loss.detach().neg().exp()  # without smoothing and weights the loss is -log of the probability
+    return CrossEntropyOutput(loss)
+
+
+def _compute_with_outputs(hidden, weight, target, bias, options: LigerOptions) -> CrossEntropyOutput:
+    """One pass for log-probabilities and all outputs; label smoothing takes a second one."""
+    shared: dict[str, Any] = {"bias": bias, "ignore_index": options.ignore_index, "softcap": options.softcap}
+    predict = options.return_token_accuracy or options.return_predicted_tokens
+    outputs = linear_logprobs(hidden, weight, target, predictions=predict, **shared)
+    valid = target != options.ignore_index
+    label_weight = valid.to(outputs.logprobs.dtype)
+    if options.ce_weight is not None:
+        label_weight = label_weight * options.ce_weight[target.clamp(0, weight.shape[0] - 1)]
+    if options.label_smoothing:
+        shared |= {"label_smoothing": options.label_smoothing, "class_weight": options.ce_weight}
+        loss = linear_cross_entropy(hidden, weight, target, reduction="none", **shared)
+    else:
+        loss = -outputs.logprobs * label_weight
+    z_loss = options.lse_square_scale * outputs.log_sum_exp.square()  # 0 where ignored
+    hits = None if outputs.predictions is None else ((outputs.predictions == target) & valid).to(loss.dtype)
+    if options.use_token_scaling:
+        probability = outputs.logprobs.detach().exp()
+        loss, z_loss = loss * probability, z_loss * probability
     if options.reduction == "none":
-        return loss
-    total = loss.sum()
-    return total if options.reduction == "sum" else total / (target != options.ignore_index).sum().clamp_min(1)
+        loss = loss + z_loss
+    else:
+        loss, z_loss, hits = loss.sum(), z_loss.sum(), None if hits is None else hits.sum() / _count(valid.sum())
+        if options.reduction == "mean":
+            loss, z_loss = loss / _count(label_weight.sum()), z_loss / _count(valid.sum())
+        loss = loss + z_loss
+    return CrossEntropyOutput(
+        loss,
+        z_loss.detach() if options.return_z_loss else None,
+        hits if options.return_token_accuracy else None,
+        outputs.predictions if options.return_predicted_tokens else None,
+    )
+
+
+def _count(number: torch.Tensor) -> torch.Tensor:
+    """1 where there is nothing to divide."""
+    return torch.where(number == 0, 1, number)
 
 
 class LigerFusedLinearCrossEntropyLoss(nn.Module):
@@ -122,9 +172,9 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | CrossEntropyOutput:
         """Loss of ``_input @ lin_weight.T + bias``; see :func:`liger_fused_linear_cross_entropy`."""
-        return _loss(_input, lin_weight, target, bias, self.options)
+        return _unpacked(_input, lin_weight, target, bias, self.options)
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -137,12 +187,13 @@ class LigerFusedLinearCrossEntropyFunction:
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
         *options: Any,
-    ) -> tuple[torch.Tensor, None, None, None]:
-        """(loss, z_loss, token_accuracy, predicted_tokens); the last three are never asked for and None."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(loss, z_loss, token_accuracy, predicted_tokens); None for what is not asked for."""
         for name, value in zip(("ce_impl", "ce_mode"), options[_NUM_OPTIONS:], strict=False):
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r}: the implementation is chosen by LCE_IMPL")
-        return _loss(_input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS])), None, None, None
+        output = _compute(_input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS]))
+        return output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens
 
 
 def _show_options(function: Any) -> None:

@@ -41,6 +41,7 @@ def reference(hidden, weight, target, bias=None, ce_weight=None, ignore_index=-1
     return loss if reduction == "none" else loss.sum()
 
 
+# fmt: off
 CASES = {
     "plain": {},
     "ignore_index": {"ignore_index": IGNORED},
@@ -51,9 +52,13 @@ CASES = {
     "ce_weight": {"ce_weight": True},
     "ce_weight and smoothing": {"ce_weight": True, "label_smoothing": 0.1},
     "token scaling": {"use_token_scaling": True},
+    "ce_weight and z": {"ce_weight": True, "lse_square_scale": 1e-2},
+    "token scaling and the rest": {"use_token_scaling": True, "ce_weight": True, "lse_square_scale": 1e-2,
+                                   "label_smoothing": 0.1},
     "token scaling and softcap": {"use_token_scaling": True, "softcap": 2.0, "ignore_index": IGNORED},
     "all": {"lse_square_scale": 1e-3, "label_smoothing": 0.1, "softcap": 5.0, "ignore_index": IGNORED},
 }
+# fmt: on
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -113,39 +118,74 @@ def test_function_and_functional_by_place(reduction):
         )
 
 
-def test_ce_weight_and_z_loss_sum_as_liger_does():
-    inputs, options = prepare({"ce_weight": True, "lse_square_scale": 1e-2, "label_smoothing": 0.1}, bias=True)
-    for reduction in ("sum", "none"):
-        module = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options)
-        check(lambda x, module=module: module(x.weight, x.hidden, x.target, x.bias), inputs, options, reduction)
+RETURNED = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("case", ("z", "all", "ce_weight and z", "token scaling and the rest"))
+def test_returned_values(case, reduction):
+    inputs, options = prepare(CASES[case], bias=True)
+    inputs.target[::5] = (inputs.hidden @ inputs.weight.T + inputs.bias).argmax(1)[::5]  # some are predicted
+    ignore_index = options.get("ignore_index", -100)
+    module = liger.LigerFusedLinearCrossEntropyLoss(reduction=reduction, **options, **RETURNED)
+    check(lambda x: module(x.weight, x.hidden, x.target, x.bias).loss, inputs, options, reduction)
+    output = module(inputs.weight, inputs.hidden, inputs.target, inputs.bias)
+    exact = inputs.leaves(torch.float64)
+
+    def total(scale):
+        changed = {**options, "lse_square_scale": scale}
+        return reference(exact.hidden, exact.weight, exact.target, exact.bias, reduction=reduction, **changed)
+
+    z_loss = total(options["lse_square_scale"]) - total(0.0)
+    assert (output.z_loss.double() - z_loss).norm() <= 1e-5 * z_loss.norm() and not output.z_loss.requires_grad
+    logits = exact.hidden @ exact.weight.T + exact.bias
+    valid = exact.target != ignore_index
+    assert torch.equal(output.predicted_tokens, logits.argmax(1).where(valid, -1))
+    hits = ((logits.argmax(1) == exact.target) & valid).float()
+    assert hits.any() and output.token_accuracy.dtype == torch.float32
+    torch.testing.assert_close(output.token_accuracy, hits if reduction == "none" else hits.sum() / valid.sum())
+
+
+def test_only_what_is_asked_for_comes_back():
+    inputs = make_inputs(9, 8, 11)
+    places = (None, None, -100, 0.1, 0.0, "mean", None)
+    assert isinstance(
+        liger.liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.target, *places), torch.Tensor
+    )
+    for name in RETURNED:
+        output = liger.liger_fused_linear_cross_entropy(
+            inputs.hidden, inputs.weight, inputs.target, *places, **{name: True}
+        )
+        present = {field for field, value in vars(output).items() if value is not None}
+        assert present == {"loss", name.removeprefix("return_")}
+    function = liger.LigerFusedLinearCrossEntropyFunction.apply
+    results = function(inputs.hidden, inputs.weight, inputs.target, *places, True, None, False, False, True)
+    assert [value is None for value in results] == [False, False, True, False]
 
 
 def test_no_valid_token_is_zero():
     inputs = make_inputs(9, 8, 11).leaves()
     inputs.target.fill_(-100)
-    for scaling in (False, True):
-        module = liger.LigerFusedLinearCrossEntropyLoss(use_token_scaling=scaling)
-        loss = module(inputs.weight, inputs.hidden, inputs.target)
+    for more in ({}, {"use_token_scaling": True}, {**RETURNED, "lse_square_scale": 0.1}):
+        output = liger.LigerFusedLinearCrossEntropyLoss(**more)(inputs.weight, inputs.hidden, inputs.target)
+        loss = getattr(output, "loss", output)
         assert loss.item() == 0.0
+        if "return_z_loss" in more:
+            assert output.z_loss == output.token_accuracy == 0 and (output.predicted_tokens == -1).all()
         assert not any(grad.any() for grad in torch.autograd.grad(loss, [inputs.weight, inputs.hidden]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    (
-        ({"return_z_loss": True}, "return_z_loss=True"),
-        ({"return_token_accuracy": True}, "return_token_accuracy=True"),
-        ({"return_predicted_tokens": True}, "return_predicted_tokens=True"),
-        ({"accum_dtype": torch.bfloat16}, "accum_dtype=torch.bfloat16: loongforge accumulates in float32"),
-        ({"ce_weight": torch.ones(3), "lse_square_scale": 0.1}, "lse_square_scale with ce_weight and reduction='mean'"),
-        ({"use_token_scaling": True, "label_smoothing": 0.1}, "use_token_scaling with"),
-        ({"use_token_scaling": True, "lse_square_scale": 0.1}, "use_token_scaling with"),
-        ({"use_token_scaling": True, "ce_weight": torch.ones(3)}, "use_token_scaling with"),
-    ),
-)
-def test_what_is_missing_is_refused_by_name(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        liger.LigerFusedLinearCrossEntropyLoss(**options)
+def test_a_label_out_of_range_is_nan_on_every_path():
+    inputs = make_inputs(9, 8, 11)
+    inputs.target[2] = 500
+    for more in ({}, {"ce_weight": torch.ones(11), "lse_square_scale": 0.1}, {"use_token_scaling": True}):
+        loss = liger.liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.target, **more)
+        assert loss.isnan()
+
+
+def test_what_is_missing_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match="accum_dtype=torch.bfloat16: loongforge accumulates in float32"):
+        liger.LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.bfloat16)
 
 
 def test_bad_input_is_refused():
