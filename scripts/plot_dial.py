@@ -29,8 +29,8 @@ def points(results: list[dict], shape: str) -> list[dict]:
 
 
 def draw(results: list[dict], device: str, path: Path) -> None:
-    """Left the time, right the memory; both axes start where the reader can compare."""
-    figure, (time, memory) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    """Time above memory, so that it can be read on a phone too."""
+    figure, (time, memory) = pyplot.subplots(2, 1, figsize=(6.4, 7.2), sharex=True, layout="constrained")
     for marker, (shape, label) in zip("osD", HEADS.items(), strict=True):
         runs = points(results, shape)
         tokens, vocabulary = (int(part[2:]) for part in label.split() if part[:2] in ("T=", "V="))
@@ -41,10 +41,10 @@ def draw(results: list[dict], device: str, path: Path) -> None:
     time.plot([0, 100], [8 / 6, 1], "--", color="0.45", label="matrix products alone (8THV to 6THV)")
     time.set(ylabel="time / time of three matrix products", ylim=(0.95, 1.45), title="forward and backward")
     memory.set(ylabel="GiB above the inputs", ylim=(0, None), title="peak memory, gradients included")
+    memory.set_xlabel("logits kept between forward and backward, %")
     for axes in (time, memory):
-        axes.set_xlabel("logits kept between forward and backward, %")
         axes.grid(linewidth=0.4)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.legend(loc="outside lower center", ncols=1, fontsize=10, frameon=False)
     figure.suptitle(f"The dial on one {device}, bf16, one loss per token", fontsize=11)
     figure.savefig(path, dpi=130)
 

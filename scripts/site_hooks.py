@@ -97,7 +97,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         if not code:
             text = LINK.sub(relink, text)
             if is_chinese:
-                text = re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n(?=[\u3000-\u9fff\uff00-\uffef])", "", text)
+                text = re.sub(r"(?<=[\u3000-\u9fff\uff00-\uffef])\n *(?=[\u3000-\u9fff\uff00-\uffef])", "", text)
         parts.append(text)
     return "".join(parts)
 
@@ -113,6 +113,9 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
         tag = match["tag"]
         try:
             mathml = convert(html.unescape(match["tex"]), display="block" if tag == "div" else "inline")
+            # A function's name stands apart from its neighbours; inside <msup> the number of children must stay.
+            space = '<mspace width="0.17em" />'
+            mathml = re.sub(r"(?<!<msup>)<mi>(log|tanh)</mi>", rf"{space}\g<0>{space}", mathml)
             return f'<{tag} class="formula">{mathml}</{tag}>'
         except Exception as error:
             raise PluginError(f"{page.file.src_uri}: {match['tex']}: {error}") from error
@@ -123,7 +126,9 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:
-    """Say which language a page is in: browsers choose fonts by it."""
+    """Say which language a page is in, by which browsers choose fonts, and translate the words around the text."""
     if page.file.src_uri.startswith("zh/"):
         output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+        for english, chinese in (("Table of contents", "目录"), ("Back to top", "返回顶部"), ("Search", "搜索")):
+            output = re.sub(rf'(>\s*|placeholder="){english}(\s*<|")', rf"\g<1>{chinese}\g<2>", output)
     return output
