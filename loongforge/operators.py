@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,12 @@ def _constant(value: Any) -> Any:
     return operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+def _evaluated_in_the_trace(function: Callable) -> Callable:
+    """``torch.compiler.assume_constant_result``, which would import the compiler for everyone."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def losses(
     hidden, weight, bias, target_T, class_weight, base_weight, options: LossOptions, sequence_parallel: bool
 ) -> torch.Tensor:
@@ -70,18 +77,18 @@ def _logits_dtype(options: LossOptions, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if options.fp32_logits else dtype
 
 
-@torch._dynamo.assume_constant_result
+@_evaluated_in_the_trace
 def _budget_mb(logits_budget_mb: int | str | None) -> int | str:
     return env.logits_budget_mb() if logits_budget_mb is None else logits_budget_mb
 
 
-@torch._dynamo.assume_constant_result
+@_evaluated_in_the_trace
 def _vocab_rows(tp_group: Any, vocab_size: int | None, num_rows: int) -> int:
     parallel = VocabParallel.from_group(tp_group)
     return min(max((vocab_size or num_rows * parallel.size) - parallel.rank * num_rows, 0), num_rows)
 
 
-@torch._dynamo.assume_constant_result
+@_evaluated_in_the_trace
 def _encoded(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
     """Text that names the options in a graph; the process group by its name in this process."""
     options = dict(zip(names, values, strict=True))
