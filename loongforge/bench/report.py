@@ -94,7 +94,7 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import ScalarFormatter
+        from matplotlib.ticker import LogLocator, ScalarFormatter
     except ImportError as error:
         raise UsageError("the picture needs matplotlib: pip install 'loongforge[plot]'") from error
 
@@ -116,7 +116,8 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(ScalarFormatter())
-        axis.set_tick_params(which="minor", labelsize=7)
+        axis.set_tick_params(which="both", labelsize=9)
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))  # all nine do not fit side by side
     axes.grid(which="both", linewidth=0.3)
     axes.set_title(f"{shape.name}: {shape} on {device_name}")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
