@@ -98,7 +98,7 @@ class GenericRowKernels:
             base_b_B = _base(stats.max_b_T[rows])
             shift_b_B = old_base_b_B - base_b_B
             sums = stats.sum_exp_a_T[rows], stats.gap_sum_T[rows]
-            _fold(a_BC, a_BC.amax(1), stats.max_a_T[rows], *sums, b_BC.sub_(base_b_B[:, None]), shift_b_B)
+            _fold(a_BC, a_BC.amax(1), stats.max_a_T[rows], *sums, b_BC - base_b_B[:, None], shift_b_B)
 
     def pair_gradient_(
         self,

@@ -98,7 +98,8 @@ def _launch(kernel, config, logits_TC, other_TC, rows, first_class, transform, o
     for row in rows:
         assert row is None or row.is_contiguous(), "per-token tensors must be contiguous"
     if other_TC is not None:
-        assert _layout(other_TC) == _layout(logits_TC), "both heads' logits must have one dtype, shape and alignment"
+        assert other_TC.dtype == logits_TC.dtype and other_TC.shape == logits_TC.shape, "heads must be of one kind"
+        assert num_classes == 1 or other_TC.stride(1) == 1, f"logits need unit stride along C, got {other_TC.stride()}"
     mode, factor, softcap = _transform_arguments(transform)
     other_mode, other_factor, other_softcap = _transform_arguments(other_transform)
     strides = logits_TC.stride(0), 0 if other_TC is None else other_TC.stride(0)
@@ -106,12 +107,13 @@ def _launch(kernel, config, logits_TC, other_TC, rows, first_class, transform, o
         kernel[(num_tokens,)](
             logits_TC, other_TC, *rows, *strides, num_classes, first_class,
             _bits(factor), _bits(softcap), _bits(other_factor), _bits(other_softcap),
-            TRANSFORM=mode, B_TRANSFORM=other_mode, **config.meta(_warp_size(logits_TC.device)),
+            TRANSFORM=mode, B_TRANSFORM=other_mode,
+            B_ALIGNED=other_TC is None or _alignment(other_TC) == _alignment(logits_TC),
+            **config.meta(_warp_size(logits_TC.device)),
             enable_fp_fusion=True,  # whatever this Triton's default
         )  # fmt: skip
 
 
-def _layout(logits_TC: torch.Tensor) -> tuple:
+def _alignment(logits_TC: torch.Tensor) -> tuple[int, int]:
     """What the split of a row into 16-byte vectors depends on."""
-    alignment = logits_TC.data_ptr() % 16, logits_TC.stride(0) * logits_TC.element_size() % 16
-    return logits_TC.dtype, logits_TC.shape, logits_TC.stride(1), alignment
+    return logits_TC.data_ptr() % 16, logits_TC.stride(0) * logits_TC.element_size() % 16

@@ -138,6 +138,7 @@ def accumulate_outputs_kernel(
     b_softcap_bits: tl.int64,
     TRANSFORM: tl.constexpr,
     B_TRANSFORM: tl.constexpr,
+    B_ALIGNED: tl.constexpr,  # rows of both heads start at the same place of a 16-byte vector
     LANES: tl.constexpr,
 ):
     VEC: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -157,7 +158,9 @@ def accumulate_outputs_kernel(
     b_body_ptr = body_ptr
     if PAIR:
         b_row_ptr = b_ptr + row * b_row_stride
-        b_body_ptr = tl.multiple_of(b_row_ptr + head, 16)
+        b_body_ptr = b_row_ptr + head
+        if B_ALIGNED:
+            b_body_ptr = tl.multiple_of(b_body_ptr, 16)
     max_a = tl.full((LANES,), float("-inf"), STAT)
     sum_a = tl.zeros((LANES,), STAT)
     relative = tl.zeros((LANES,), STAT)
@@ -300,6 +303,7 @@ def gradient_outputs_kernel(
     b_softcap_bits: tl.int64,
     TRANSFORM: tl.constexpr,
     B_TRANSFORM: tl.constexpr,
+    B_ALIGNED: tl.constexpr,  # rows of both heads start at the same place of a 16-byte vector
     LANES: tl.constexpr,
 ):
     VEC: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -338,7 +342,9 @@ def gradient_outputs_kernel(
     head, num_vectors = _split_row(row_ptr, num_classes, VEC)
     vector = tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     body_ptr = tl.multiple_of(row_ptr + head, 16)
-    b_body_ptr = tl.multiple_of(b_row_ptr + head, 16)
+    b_body_ptr = b_row_ptr + head
+    if B_ALIGNED:
+        b_body_ptr = tl.multiple_of(b_body_ptr, 16)
     # An inactive row is not read: z = 0 and max = 0 with coefficients of 0 give 0.
     num_readable = tl.where(active, num_vectors, 0)
 

@@ -137,7 +137,7 @@ def _check_head(teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor
             raise TypeError(f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them")
     if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
-            f"teacher.hidden must be {list(hidden.shape[:-1])} + [H_teacher] as hidden, got {list(teacher.hidden.shape)}"
+            f"teacher.hidden must be {list(hidden.shape[:-1])} + [H_teacher], got {list(teacher.hidden.shape)}"
         )
     if teacher.weight.dim() != 2 or teacher.weight.shape[1] != teacher.hidden.shape[-1]:
         raise ValueError(

@@ -1,0 +1,208 @@
+"""What options and outputs cost: each on and off, on one shape, checked against torch in float32 before it is timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from loongforge import TeacherHead, TeacherTopK
+from loongforge.bench.measure import LARGEST_ERROR, relative_error, release, three_products, time_ms
+from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
+from loongforge.bench.run import DTYPES, describe, device_of
+from loongforge.bench.shapes import HeadShape, parse_shape, positive
+
+BLOCK_TOKENS = 512
+"""Tokens whose float32 logits exist at once in the check."""
+
+
+@dataclass
+class Line:
+    """One case at one logits budget; NaN where it was not measured."""
+
+    name: str
+    budget_mb: int | str
+    status: str = "ok"
+    step_ms: float = math.nan
+    forward_ms: float = math.nan
+    peak_mib: float = math.nan
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``scripts/benchmark_options.py``."""
+    parser.add_argument("shape", nargs="?", default="llama3-8b", help="a name, or TOKENSxHIDDENxVOCAB")
+    parser.add_argument("--only", default="", help="comma-separated beginnings of cases' names; default: all")
+    parser.add_argument("--budgets", default="0,all", help="comma-separated MiB of kept logits, or all")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
+    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
+    parser.add_argument("--output-dir", type=Path, help="folder for options.json; default: print only")
+
+
+def run(options: argparse.Namespace) -> list[Line]:
+    """Measure, print the table last, write; returns every line."""
+    shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
+    prefixes = [text.strip() for text in options.only.split(",") if text.strip()]
+    cases = [case for case in CASES if not prefixes or case.name.startswith(tuple(prefixes))]
+    budgets: list[int | str] = [text if text == "all" else int(text) for text in options.budgets.split(",")]
+    operands = make_operands(shape, device, dtype)
+    floor = time_ms(three_products(operands.hidden.detach(), operands.weight.detach()), device, options.repetitions)
+    lines = []
+    for case in cases:
+        truth = truth_of(case, operands)
+        for budget in budgets if case.has_gradient else budgets[:1]:
+            lines.append(measure(case, operands, truth, budget, options.repetitions))
+            print(f"  {case.name}, budget {budget}: {lines[-1].step_ms:.2f} ms, {lines[-1].status}", file=sys.stderr)
+        del truth
+        release(device)
+    environment = describe(device, dtype)
+    if options.output_dir:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor}
+        record["results"] = [asdict(line) for line in lines]
+        (options.output_dir / "options.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
+    print(table(lines, floor))
+    return lines
+
+
+def make_operands(shape: HeadShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Operands:
+    """Hidden states and logits of unit variance, every 17th token ignored; a teacher near the student."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, generator=generator)
+
+    hidden, weight = normal(shape.tokens, shape.hidden), normal(shape.vocab, shape.hidden) * shape.hidden**-0.5
+    target = torch.randint(0, shape.vocab, (shape.tokens,), device=device, generator=generator)
+    target[::17] = -100
+    teacher_hidden = (hidden + 0.3 * normal(shape.tokens, shape.hidden)).to(dtype)
+    teacher = TeacherHead(teacher_hidden, weight.to(dtype))
+    logprobs, ids = [], []
+    for rows in teacher_hidden.split(BLOCK_TOKENS):
+        best = (rows.float() @ teacher.weight.float().t()).log_softmax(1).topk(min(TEACHER_K, shape.vocab - 1))
+        logprobs.append(best.values)
+        ids.append(best.indices)
+    return Operands(
+        hidden=hidden.to(dtype).requires_grad_(),
+        weight=weight.to(dtype).requires_grad_(),
+        bias=(0.5 * normal(shape.vocab)).to(dtype).requires_grad_(),
+        target=target,
+        class_weight=torch.rand(shape.vocab, device=device, generator=generator) + 0.5,
+        teacher=teacher,
+        teacher_top_k=TeacherTopK(torch.cat(logprobs), torch.cat(ids)),
+        budget=0,
+    )
+
+
+def upstream(number: int, like: torch.Tensor) -> torch.Tensor:
+    """Non-uniform gradient of the ``number``-th value."""
+    generator = torch.Generator(like.device).manual_seed(1000 + number)
+    return torch.rand(like.shape, device=like.device, generator=generator).to(like.dtype) / len(like)
+
+
+def leaves(case: Case, operands: Operands) -> list[torch.Tensor]:
+    return [operands.hidden, operands.weight, *([operands.bias] if case.uses_bias else [])]
+
+
+def truth_of(case: Case, operands: Operands) -> list[torch.Tensor]:
+    """Values and gradients in float32 through torch's autograd, a block of tokens at a time."""
+    o = operands
+    hidden, weight, bias = (tensor.detach().float() for tensor in (o.hidden, o.weight, o.bias))
+    teacher_weight = o.teacher.weight.float() if case.uses_teacher else None
+    values: list[list[torch.Tensor]] = []
+    grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)
+    all_upstream = [upstream(number, hidden[:, 0]) for number in range(3)]
+    for start in range(0, len(hidden), BLOCK_TOKENS):
+        block = slice(start, min(start + BLOCK_TOKENS, len(hidden)))
+        logits = torch.nn.functional.linear(hidden[block], weight, bias if case.uses_bias else None).requires_grad_()
+        teacher = None if teacher_weight is None else o.teacher.hidden[block].float() @ teacher_weight.t()
+        outputs = case.eager(logits, teacher, o, block)
+        values.append([value.detach() for value in outputs])
+        if case.has_gradient:
+            total = sum(
+                (value * all_upstream[n][block]).sum() for n, value in enumerate(outputs) if value.requires_grad
+            )
+            (grad_logits,) = torch.autograd.grad(total, logits)
+            grad_hidden[block] = grad_logits @ weight
+            grad_weight.addmm_(grad_logits.t(), hidden[block])
+            grad_bias += grad_logits.sum(0)
+    gradients = [grad_hidden, grad_weight, grad_bias][: len(leaves(case, o))] if case.has_gradient else []
+    return [*(torch.cat(parts) for parts in zip(*values, strict=True)), *gradients]
+
+
+def measure(case: Case, operands: Operands, truth: Sequence[torch.Tensor], budget: int | str, repetitions: int) -> Line:
+    """Check, then peak memory, then time."""
+    line, o = Line(case.name, budget), Operands(**{**vars(operands), "budget": budget})
+    device, tensors = o.hidden.device, leaves(case, o)
+
+    def step() -> Sequence[torch.Tensor]:
+        for tensor in tensors:
+            tensor.grad = None
+        outputs = case.ours(o)
+        with_gradient = [(value, upstream(n, value)) for n, value in enumerate(outputs) if value.requires_grad]
+        if case.has_gradient:
+            torch.autograd.backward(*zip(*with_gradient, strict=True))
+        return outputs
+
+    outputs = step()
+    actual = [*outputs, *(tensor.grad for tensor in tensors if case.has_gradient)]
+    names = [*(f"value {n}" for n in range(len(outputs))), "grad_hidden", "grad_weight", "grad_bias"]
+    line.errors = {name: _error(*pair) for name, *pair in zip(names, actual, truth, strict=False)}
+    del outputs, actual
+    wrong = [name for name, error in line.errors.items() if not error <= LARGEST_ERROR]
+    if wrong:
+        line.status = f"wrong: {', '.join(wrong)}"
+        return line
+    line.peak_mib = _peak_mib(step, tensors, device)
+    line.step_ms = time_ms(step, device, repetitions)
+    with torch.no_grad():
+        line.forward_ms = time_ms(lambda: case.ours(o), device, repetitions)
+    return line
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error; of predictions, which rounded logits may turn around, the share that differ less 5 %."""
+    if not actual.requires_grad and torch.equal(expected, expected.round()):
+        return max(0.0, float((actual != expected).float().mean()) - 0.05)
+    return relative_error(actual.detach(), expected)
+
+
+def _peak_mib(step, tensors: Sequence[torch.Tensor], device: torch.device) -> float:
+    for tensor in tensors:
+        tensor.grad = None
+    release(device)
+    if device.type != "cuda":
+        return math.nan
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
+
+
+def table(lines: Sequence[Line], floor: float) -> str:
+    """Markdown; "to plain" divides by the loss, or the log-probabilities, with nothing else at the same budget."""
+    rows = ["| case | budget MiB | step ms | to plain | of the floor | forward ms | peak MiB | largest error |"]
+    rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    plain = {(line.name, line.budget_mb): line.step_ms for line in lines}
+    for line in lines:
+        if line.status != "ok":
+            rows.append(
+                f"| {line.name} | {line.budget_mb} | {line.status} | | | | | {max(line.errors.values(), default=math.nan):.1e} |"
+            )
+            continue
+        first = "logprobs" if line.name.startswith("logprobs") else "loss"
+        to_plain = line.step_ms / plain.get((first, line.budget_mb), math.nan)
+        rows.append(
+            f"| {line.name} | {line.budget_mb} | {line.step_ms:.2f} | {to_plain:.3f} | {line.step_ms / floor:.3f} | "
+            f"{line.forward_ms:.2f} | {line.peak_mib:.0f} | {max(line.errors.values(), default=math.nan):.1e} |"
+        )
+    return "\n".join(rows)

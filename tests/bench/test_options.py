@@ -1,0 +1,54 @@
+"""The table of options and outputs: every case is right on a small shape, and a wrong one is reported, not timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+
+import pytest
+import torch
+
+from loongforge.bench import options
+from loongforge.bench.option_cases import CASES
+from loongforge.bench.shapes import HeadShape
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    options.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_every_case_is_checked_measured_and_written(tmp_path, capsys):
+    lines = options.run(
+        arguments(
+            "40x16x300", "--dtype", "fp32", "--device", "cpu", "--repetitions", "1", "--output-dir", str(tmp_path)
+        )
+    )  # fmt: skip
+    assert [line.status for line in lines] == ["ok"] * (2 * len(CASES) - 3)  # top_k has no backward: one budget
+    assert all(max(line.errors.values()) < 1e-4 and line.step_ms > 0 for line in lines)
+    assert all("grad_bias" in line.errors for line in lines if "bias" in line.name)
+    written = json.loads((tmp_path / "options.json").read_text())
+    assert [result["name"] for result in written["results"]] == [line.name for line in lines]
+    printed = capsys.readouterr().out
+    assert printed.count("\n| ") == len(lines) + 2 and "| loss softcap | all |" in printed
+
+
+def test_a_wrong_case_is_not_timed():
+    operands = options.make_operands(HeadShape("small", 40, 16, 300), torch.device("cpu"), torch.float32)
+    case = next(case for case in CASES if case.name == "logprobs entropy")
+    truth = options.truth_of(case, operands)
+    assert options.measure(case, operands, truth, 0, 1).status == "ok"
+    truth[-1] = 1.1 * truth[-1]
+    line = options.measure(case, operands, truth, 0, 1)
+    assert line.status == "wrong: grad_weight" and math.isnan(line.step_ms)
+    assert "wrong: grad_weight" in options.table([line], 1.0)
+
+
+@pytest.mark.parametrize("only", ("logprobs", "loss softcap,top_k 8"))
+def test_only_some(only, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(options, "measure", lambda case, *rest: chosen.append(case.name) or options.Line(case.name, 0))
+    options.run(arguments("8x8x200", "--device", "cpu", "--repetitions", "1", "--budgets", "0", "--only", only))
+    assert chosen and all(name.startswith(tuple(part.strip() for part in only.split(","))) for name in chosen)
