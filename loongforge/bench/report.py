@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loongforge.bench.contenders import PEERS
 from loongforge.bench.measure import Result
 from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import UsageError
@@ -104,13 +104,15 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
     for per_token, marker, label in ((True, "o-", "loongforge, loss per token"), (False, "s--", "loongforge, mean")):
         curve = [result for result in measured if result.is_ours and result.per_token == per_token]
-        curve.sort(key=lambda result: result.peak_mib)
+        curve.sort(key=lambda result: math.inf if result.budget_mb == "all" else float(result.budget_mb or 0))
         if curve:
             axes.plot([r.peak_mib for r in curve], [r.step_ms for r in curve], marker, label=label, zorder=3)
-    peers = [result for result in measured if not result.is_ours]
-    for number, (result, marker) in enumerate(zip(peers, itertools.cycle("XPD^v<>*hd"), strict=False)):
-        color = f"C{2 + number % 8}"
-        axes.plot(result.peak_mib, result.step_ms, marker, color=color, markersize=8, label=result.name)
+    styles = {peer.name: number for number, peer in enumerate(PEERS)}  # the same in every picture
+    for result in measured:
+        if not result.is_ours:
+            number = styles.get(result.name, len(styles))
+            marker, color = "XPD^v<>*hd"[number % 10], f"C{2 + number % 8}"
+            axes.plot(result.peak_mib, result.step_ms, marker, color=color, markersize=8, label=result.name)
     axes.axhline(results[0].floor_ms, color="0.6", linewidth=1, label="three GEMMs")
     axes.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms", xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
