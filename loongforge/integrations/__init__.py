@@ -1,0 +1,1 @@
+"""Other libraries' models with our loss; each module needs its library, named by an extra."""
