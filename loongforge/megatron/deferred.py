@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from loongforge import env
 from loongforge.loss import fused_loss
+from loongforge.megatron import support
 from loongforge.megatron.main_grad import main_grad_sink
 from loongforge.options import LossOptions
 
@@ -67,6 +69,31 @@ class HeadCall:
         return self.layer.output_size // self.layer.output_size_per_partition
 
 
+def head_loss(call: HeadCall, labels_BS: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Cross-entropy [B, S] in float32; negative labels are ignored, labels beyond the vocabulary give NaN."""
+    layer = call.layer
+    if env.check_labels():
+        support.check_labels(labels_BS, layer.output_size)
+    labels_SB = labels_BS.transpose(0, 1)
+    options = LossOptions(
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
+        logit_scale=scale,
+        tp_group=layer.tp_group if call.tp_size > 1 else None,
+        sequence_parallel=bool(layer.sequence_parallel) and call.tp_size > 1,
+    )
+    loss_SB = fused_loss(
+        call.hidden,
+        call.weight,
+        # Megatron's datasets pad with other negative numbers and mask the loss later.
+        torch.where(labels_SB < 0, IGNORE_INDEX, labels_SB),
+        options,
+        weight_grad_sink=main_grad_sink(layer, call.weight),
+    )
+    counters.fused += 1
+    return loss_SB.transpose(0, 1).contiguous()
+
+
 class DeferredLogits:
     """Logits [S, B, V] that do not exist: hidden states, weight and a scale.
 
@@ -91,25 +118,7 @@ class DeferredLogits:
         self._check_unchanged()
         self._usage.reached = self._spent = True
         self._real.clear()
-        call, layer = self._call, self._call.layer
-        labels_SB = labels_BS.transpose(0, 1)
-        options = LossOptions(
-            reduction="none",
-            ignore_index=IGNORE_INDEX,
-            logit_scale=self._scale,
-            tp_group=layer.tp_group if call.tp_size > 1 else None,
-            sequence_parallel=bool(layer.sequence_parallel) and call.tp_size > 1,
-        )
-        loss_SB = fused_loss(
-            call.hidden,
-            call.weight,
-            # Megatron's datasets pad with other negative numbers and mask the loss later.
-            torch.where(labels_SB < 0, IGNORE_INDEX, labels_SB),
-            options,
-            weight_grad_sink=main_grad_sink(layer, call.weight),
-        )
-        counters.fused += 1
-        return loss_SB.transpose(0, 1).contiguous()
+        return head_loss(self._call, labels_BS, self._scale)
 
     def _check_unchanged(self) -> None:
         for real, version in self._real.values():

@@ -10,6 +10,8 @@ and each does what it did before unless the two flags ask for the fused loss.
         ._postprocess (Hybrid, Mamba: forward)  marks the output layer while a labelled forward runs
     ColumnParallelLinear.forward                defers where the layer is marked
     LanguageModule.compute_language_model_loss  fuses what was deferred
+
+Branches of Megatron with a ``linear`` of their own call the output layer for its loss: there that method is replaced.
 """
 
 from __future__ import annotations
@@ -18,15 +20,16 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loongforge.megatron import support
-from loongforge.megatron.arguments import allow_linear, linear_enabled
-from loongforge.megatron.deferred import DeferredLogits, HeadCall, Usage
+from loongforge.megatron.arguments import IMPL, allow_linear, linear_enabled
+from loongforge.megatron.deferred import DeferredLogits, HeadCall, Usage, head_loss
+from loongforge.megatron.deterministic import allow_in_deterministic_mode
 from loongforge.megatron.patches import Patches
 from loongforge.megatron.versions import check_supported, megatron_version
 
@@ -49,34 +52,57 @@ class HookReport:
 
 @dataclass(frozen=True)
 class _Installed:
-    report: HookReport
+    version: str
     patches: Patches
+    models: list[type]
+
+    @property
+    def report(self) -> HookReport:
+        return HookReport(self.version, tuple(model.__name__ for model in self.models))
 
 
 _installed: _Installed | None = None
 
 
-def install() -> HookReport:
+def install(models: Sequence[type] = ()) -> HookReport:
     """Make the two flags work; call it before the model and its configuration are built.
 
-    Calling it again changes nothing.  Raises ``ImportError`` without megatron-core and ``RuntimeError`` for a version
-    of it that was not tested.
+    ``models`` are further subclasses of ``LanguageModule`` whose ``forward`` (or ``_postprocess``) calls
+    ``self.output_layer`` and then ``self.compute_language_model_loss``, as GPTModel's does.  Calling it again changes
+    nothing else.  Raises ``ImportError`` without megatron-core, ``RuntimeError`` for a version of it that was not
+    tested, and ``TypeError`` for something in ``models`` that is no such class.
     """
     global _installed
     if _installed is None:
         version = megatron_version()
         check_supported(version)
-        patches = Patches()
-        models = _model_classes()
-        allow_linear(patches)
-        for model in models:
-            method = "_postprocess" if "_postprocess" in vars(model) else "forward"
-            patches.set(model, "__init__", _checked_init(model.__init__))
-            patches.set(model, method, _labelled_forward(vars(model)[method]))
-        _wrap_shared_classes(patches, models)
-        _installed = _Installed(HookReport(version, tuple(model.__name__ for model in models)), patches)
+        installed = _Installed(version, Patches(), [])
+        allow_linear(installed.patches)
+        allow_in_deterministic_mode(installed.patches)
+        _wrap_shared_classes(installed)
+        for model in _model_classes():
+            _wrap_model(installed, model)
+        _installed = installed
         logger.info("hooked: %s", _installed.report)
+    for model in models:
+        if model not in _installed.models:
+            _wrap_model(_installed, model)
+            logger.info("hooked: %s", model.__name__)
     return _installed.report
+
+
+def enable(config: Any) -> HookReport:
+    """Install the hook and set the two settings on ``config``, before the model is built of it.
+
+    For code that builds its models itself: a ``TransformerConfig``, or what carries its fields, such as a model
+    provider of Megatron-Bridge (``enable(cfg.model)``) or a configuration of NeMo.
+    """
+    for name in ("cross_entropy_loss_fusion", "cross_entropy_fusion_impl"):
+        if not hasattr(config, name):
+            raise TypeError(f"{type(config).__name__} has no {name}: expected a TransformerConfig or a model provider")
+    report = install()
+    config.cross_entropy_loss_fusion, config.cross_entropy_fusion_impl = True, IMPL
+    return report
 
 
 def uninstall() -> None:
@@ -102,21 +128,39 @@ def _model_classes() -> tuple[Any, ...]:
     return GPTModel, HybridModel
 
 
-def _wrap_shared_classes(patches: Patches, models: tuple[Any, ...]) -> None:
+def _wrap_model(installed: _Installed, model: Any) -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if not isinstance(model, type) or not issubclass(model, LanguageModule):
+        raise TypeError(f"models must be subclasses of megatron-core's LanguageModule, got {model!r}")
+    method = "_postprocess" if "_postprocess" in vars(model) else "forward"
+    if method not in vars(model):
+        raise TypeError(
+            f"{model.__name__} has neither a forward nor a _postprocess of its own: name the class that has"
+        )
+    installed.patches.set(model, "__init__", _checked_init(model.__init__))
+    installed.patches.set(model, method, _labelled_forward(vars(model)[method]))
+    installed.models.append(model)
+
+
+def _wrap_shared_classes(installed: _Installed) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    original_init = LanguageModule.__init__
+    patches, original_init = installed.patches, LanguageModule.__init__
 
     @functools.wraps(original_init)
     def init(model, *args, **kwargs):
         original_init(model, *args, **kwargs)
         if linear_enabled(model.config):
-            support.check_model_class(model, models)
+            support.check_model_class(model, tuple(installed.models))
 
     patches.set(LanguageModule, "__init__", init)
     patches.set(LanguageModule, "compute_language_model_loss", _loss(LanguageModule.compute_language_model_loss))
     patches.set(ColumnParallelLinear, "forward", _deferring_forward(ColumnParallelLinear.forward))
+    own = support.own_linear_layer()
+    if own is not None:
+        patches.set(own, "_compute_linear_and_cross_entropy_loss", _loss_of_own_layer)
 
 
 def _checked_init(original: Callable) -> Callable:
@@ -197,6 +241,23 @@ def _deferring_forward(original: Callable) -> Callable:
         return DeferredLogits(call), None
 
     return forward
+
+
+def _loss_of_own_layer(layer, hidden, weight, labels=None, reduction="none", ignore_index=-100):
+    """In place of the loss that some branches' output layer computes itself."""
+    if reduction != "none" or ignore_index != -100:
+        raise NotImplementedError(
+            f"the fused output layer takes reduction='none' and ignore_index=-100 from Megatron, got {reduction!r} and "
+            f"{ignore_index}"
+        )
+    call = HeadCall(
+        layer=layer,
+        hidden=hidden,
+        weight=support.check_weight(layer, weight),
+        gather_output=False,
+        project=lambda: layer(hidden, weight)[0],
+    )
+    return head_loss(call, labels)
 
 
 def _loss(original: Callable) -> Callable:

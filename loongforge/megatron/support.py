@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from loongforge import checks
+
 _OFF = "or set cross_entropy_loss_fusion=False"
 
 
@@ -20,7 +22,12 @@ def check_output_layer(model: Any) -> None:
             f"TELMHeadColumnParallelLinear as {model_name}'s output layer (an MXFP8 product)",
             "set fp8_output_proj=False",
         )
-    if type(layer) is not ColumnParallelLinear:
+    if type(layer) is own_linear_layer():
+        if getattr(config, "use_mup", False):
+            raise _refused(
+                "muP on this Megatron branch (its own linear loss path leaves the logits unscaled)", "set use_mup=False"
+            )
+    elif type(layer) is not ColumnParallelLinear:
         raise _refused(
             f"{model_name}'s output layer of class {type(layer).__module__}.{layer_name}; it knows "
             "megatron.core.tensor_parallel.ColumnParallelLinear only",
@@ -77,11 +84,37 @@ def check_weight(layer: Any, weight: Any) -> torch.Tensor:
     return weight
 
 
+def check_labels(labels_BS: torch.Tensor, num_classes: int) -> None:
+    """``LCE_CHECK_LABELS=1``: raise IndexError naming the first bad label's place in the batch."""
+    checks.refuse_under_graph_capture("LCE_CHECK_LABELS=1", labels_BS.device)
+    positions = (labels_BS >= num_classes).nonzero()
+    if len(positions):
+        batch, position = positions[0].tolist()
+        raise IndexError(
+            f"labels[{batch}, {position}] (sample {batch} of this rank's micro-batch, token {position}) is "
+            f"{int(labels_BS[batch, position])}: the vocabulary, padding included, has {num_classes} rows; negative "
+            f"labels are ignored ({len(positions)} such label(s))"
+        )
+
+
+def own_linear_layer() -> type | None:
+    """The output layer of Megatron branches that bring a ``linear`` of their own, for Blackwell only."""
+    try:
+        from megatron.core.transformer.linear_cross_entropy import LinearCrossEntropyModule
+    except ImportError:
+        return None
+    return LinearCrossEntropyModule
+
+
 def check_model_class(model: torch.nn.Module, known: tuple[type, ...]) -> None:
     """Raise ``NotImplementedError`` for a language model whose loss path the hook does not know."""
     if not isinstance(model, known):
         names = " and ".join(cls.__name__ for cls in known)
-        raise _refused(f"{type(model).__name__}; it knows {names}", "set cross_entropy_fusion_impl='native'")
+        raise _refused(
+            f"{type(model).__name__}; it knows {names}",
+            "if its forward calls output_layer and then compute_language_model_loss, name it in "
+            "loongforge.megatron.install(models=[...]); or set cross_entropy_fusion_impl='native'",
+        )
 
 
 def _refused(what: str, instead: str) -> NotImplementedError:

@@ -17,18 +17,23 @@ class Row:
     tp: int = 1
     sp: bool = False
     pp: int = 1
+    vpp: int = 1  # model chunks of each pipeline stage
+    cp: int = 1  # a hybrid model of MLP layers: attention over several ranks needs Transformer Engine
     dp: int = 1
+    ep: int = 1  # of the dp ranks
+    experts: int = 0
     mtp: int = 0
     mup: bool = False
     bf16: bool = False
     dist_opt: bool = False  # distributed optimizer with overlapped gather and reduce
     per_token: bool = False
     accumulation_fusion: bool = False
+    recompute: bool = False  # activations of every layer
 
     @property
     def world(self) -> int:
         """Processes this row needs."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def name(self) -> str:
@@ -46,6 +51,8 @@ def full(version: str) -> list[Row]:
     rows = [Row(tied=tied, **layout) for tied in (False, True) for layout in _LAYOUTS]
     rows += [Row(model="hybrid", tied=number % 2 == 1, **layout) for number, layout in enumerate(_LAYOUTS)]
     rows += [Row(tied=tied, mtp=2, **layout) for tied in (False, True) for layout in _MTP_LAYOUTS]
+    rows += [Row(tied=tied, **layout) for tied in (False, True) for layout in _GPT_LAYOUTS]
+    rows += [Row(model="hybrid", cp=2), Row(model="hybrid", cp=2, tied=True, per_token=True)]
     if version != "0.16.1":  # muP and the hybrid model's MTP came with 0.17
         rows += [Row(model=model, tied=tied, mup=True) for model in ("gpt", "hybrid") for tied in (False, True)]
         rows += [Row(mup=True, mtp=1), Row(mup=True, bf16=True, tp=2, sp=True)]
@@ -73,6 +80,13 @@ _LAYOUTS = (
     {"dp": 2, "dist_opt": True},
     {"dp": 2, "dist_opt": True, "accumulation_fusion": True, "per_token": True},
 )
+_GPT_LAYOUTS = (
+    {"recompute": True},
+    {"pp": 2, "vpp": 2},
+    {"pp": 2, "vpp": 2, "mtp": 1},
+    {"experts": 4},
+    {"experts": 4, "dp": 2, "ep": 2, "dist_opt": True},
+)
 _MTP_LAYOUTS = (
     {},
     {"bf16": True},
@@ -88,6 +102,8 @@ _FAST = {
         Row(model="hybrid", tied=True),
         Row(tp=2, sp=True, bf16=True, dist_opt=True),
         Row(pp=2, tied=True),
+        Row(pp=2, vpp=2, tied=True),
+        Row(recompute=True),
     ],
     "0.17.1": [Row(mup=True, tied=True), Row(model="hybrid", per_token=True)],
     "0.18.2": [Row(model="hybrid", mtp=1, dist_opt=True), Row(tied=True, mtp=1, accumulation_fusion=True)],
@@ -97,5 +113,7 @@ _FAST = {
         Row(tp=2, sp=True, tied=True, mtp=1),
         Row(model="hybrid", tp=2),
         Row(dp=2, dist_opt=True, accumulation_fusion=True),
+        Row(experts=4, dp=2, ep=2),
+        Row(model="hybrid", cp=2, per_token=True),
     ],
 }

@@ -37,7 +37,7 @@ def test_install_twice_is_install_once_and_uninstall_restores_everything():
     before = hooked_functions()
     report = loongforge.megatron.install()
     hooked = hooked_functions()
-    assert loongforge.megatron.install() is report and hooked_functions() == hooked
+    assert loongforge.megatron.install() == report and hooked_functions() == hooked
     changed = {name for name in before if before[name] is not hooked[name]}
     assert len(changed) == 8 and "linear" in str(hooked["choices"]) and "linear" not in str(before["choices"])
     assert str(report).startswith("fused linear cross-entropy in GPTModel, ") and report.megatron_version in str(report)

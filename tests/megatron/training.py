@@ -81,12 +81,18 @@ def _storage(tensor: torch.Tensor) -> int:
 def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
     """Megatron's configuration of one row; ``fusion`` is empty or LINEAR."""
     mup = {"use_mup": True, "mup_base_hidden_size": 8} if row.mup else {}
+    experts = {}
+    if row.experts:
+        experts = {"num_moe_experts": row.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
     config = TransformerConfig(
-        num_layers=2 if row.model == "gpt" else 4,
+        num_layers=2 * row.vpp if row.model == "gpt" else 4,
         hidden_size=HIDDEN,
         num_attention_heads=4,
         tensor_model_parallel_size=row.tp,
         pipeline_model_parallel_size=row.pp,
+        virtual_pipeline_model_parallel_size=row.vpp if row.vpp > 1 else None,
+        context_parallel_size=row.cp,
+        expert_model_parallel_size=row.ep,
         sequence_parallel=row.sp,
         use_cpu_initialization=True,
         params_dtype=dtype,
@@ -101,6 +107,11 @@ def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        add_bias_linear=not row.experts,
+        recompute_granularity="full" if row.recompute else None,
+        recompute_method="uniform" if row.recompute else None,
+        recompute_num_layers=1 if row.recompute else None,
+        **experts,
         **mup,
         **fusion,
     )
@@ -108,31 +119,33 @@ def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
     return config
 
 
-def build_model(row: Row, config: TransformerConfig) -> torch.nn.Module:
+def build_model(row: Row, config: TransformerConfig, vp_stage: int | None = None) -> torch.nn.Module:
     """GPTModel, or HybridModel of attention and MLP layers, with the same weights for every configuration."""
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     torch.manual_seed(7)
     common = {
         "config": config,
         "vocab_size": VOCABULARY,
-        "max_sequence_length": SEQUENCE,
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
+        "max_sequence_length": SEQUENCE * row.cp,
+        "pre_process": parallel_state.is_pipeline_first_stage() and not vp_stage,
+        "post_process": parallel_state.is_pipeline_last_stage() and vp_stage in (None, row.vpp - 1),
         "share_embeddings_and_output_weights": row.tied,
         "position_embedding_type": "rope",
     }
-    spec = get_gpt_layer_local_spec()
+    spec = get_gpt_layer_local_spec(num_experts=row.experts or None, moe_grouped_gemm=False)
     if row.model == "hybrid":
         names = inspect.signature(HybridModel.__init__).parameters
         prefix = "hybrid" if "hybrid_stack_spec" in names else "mamba"
         pattern = "hybrid_layer_pattern" if "hybrid_layer_pattern" in names else "hybrid_override_pattern"
-        layers = "*-*-" if row.pp == 1 or pattern == "hybrid_override_pattern" else "*-|*-"
+        layers = "----" if row.cp > 1 else "*-*-" if row.pp == 1 or pattern == "hybrid_override_pattern" else "*-|*-"
         layers += "/*-" * row.mtp
         stack = _hybrid_spec(spec, with_mtp=bool(row.mtp))
         model = HybridModel(**common, **{f"{prefix}_stack_spec": stack, pattern: layers})
     else:
-        mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if row.mtp else None
-        model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=mtp_spec, **common)
+        mtp_spec = None
+        if row.mtp:
+            mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+        model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=mtp_spec, vp_stage=vp_stage, **common)
     with torch.no_grad():  # bf16 and fp32 runs of a row start from the same numbers, and norms are not all ones
         for name, parameter in sorted(model.named_parameters()):
             if name.endswith("norm.weight"):
@@ -174,21 +187,31 @@ def batches() -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro batches of a language that can be learnt, with some tokens masked out of the loss."""
     table = torch.randint(0, VOCABULARY, (VOCABULARY,), generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(42 + parallel_state.get_data_parallel_rank())
+    sequence = SEQUENCE * parallel_state.get_context_parallel_world_size()
     while True:
-        tokens = torch.empty(MICRO_BATCH, SEQUENCE + 1, dtype=torch.long)
+        tokens = torch.empty(MICRO_BATCH, sequence + 1, dtype=torch.long)
         tokens[:, 0] = torch.randint(0, VOCABULARY, (MICRO_BATCH,), generator=generator)
-        for position in range(SEQUENCE):
+        for position in range(sequence):
             tokens[:, position + 1] = table[tokens[:, position]]
         labels = tokens[:, 1:].contiguous()
-        mask = (torch.rand(MICRO_BATCH, SEQUENCE, generator=generator) > 0.2).float()
-        yield {
+        mask = (torch.rand(MICRO_BATCH, sequence, generator=generator) > 0.2).float()
+        batch = {
             "input_ids": tokens[:, :-1].contiguous(),
-            "position_ids": torch.arange(SEQUENCE)[None].expand(MICRO_BATCH, -1).contiguous(),
-            "attention_mask": torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None],
+            "position_ids": torch.arange(sequence)[None].expand(MICRO_BATCH, -1).contiguous(),
+            "attention_mask": torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)[None, None],
             # As Megatron's datasets pad: negative labels, which the loss mask takes out later.
-            "labels": torch.where((mask == 0) & (torch.arange(SEQUENCE) > SEQUENCE // 2), -1, labels),
+            "labels": torch.where((mask == 0) & (torch.arange(sequence) > sequence // 2), -1, labels),
             "loss_mask": mask,
         }
+        yield _slice_of_this_context_rank(batch)
+
+
+def _slice_of_this_context_rank(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if size == 1:
+        return batch
+    shares = {name: tensor.chunk(size, dim=1)[rank].contiguous() for name, tensor in batch.items() if tensor.dim() == 2}
+    return {**shares, "attention_mask": None}  # there is no attention
 
 
 def _loss(per_token: bool, mask: torch.Tensor, output: torch.Tensor) -> tuple:
@@ -210,17 +233,17 @@ def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
     """STEPS steps; ``fusion`` is empty or LINEAR."""
     run = Run()
     config = configuration(row, dtype, **fusion)
-    bare = build_model(row, config)
+    bare = [build_model(row, config, stage if row.vpp > 1 else None) for stage in range(row.vpp)]
     if row.pp == 1:
-        _evaluate(bare, row, run)
-    model = Float16Module(config, bare) if dtype == torch.bfloat16 else bare
+        _evaluate(bare[0], row, run)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=row.dist_opt,
         use_distributed_optimizer=row.dist_opt,
         overlap_param_gather=row.dist_opt,
     )
-    model = DistributedDataParallel(config, ddp, model)
+    models = [Float16Module(config, model) if dtype == torch.bfloat16 else model for model in bare]
+    models = [DistributedDataParallel(config, ddp, model) for model in models]
     settings = OptimizerConfig(
         optimizer="adam",
         lr=3e-3,
@@ -231,25 +254,30 @@ def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
         use_distributed_optimizer=row.dist_opt,
         overlap_param_gather=row.dist_opt,
     )
-    optimizer = get_megatron_optimizer(settings, [model])
-    schedule, iterator = get_forward_backward_func(), batches()
+    optimizer = get_megatron_optimizer(settings, models)
+    schedule, iterators = get_forward_backward_func(), [batches() for _ in models]
     for step in range(STEPS):
-        model.zero_grad_buffer()
+        for model in models:
+            model.zero_grad_buffer()
         optimizer.zero_grad()
         watch = AllocationWatch(_logits_per_rank(row))
         with watch if step == 0 else contextlib.nullcontext():
             results = schedule(
                 forward_step_func=partial(_forward_step, row),
-                data_iterator=iterator,
-                model=[model],
+                data_iterator=iterators if row.vpp > 1 else iterators[0],
+                model=models,
                 num_microbatches=MICRO_BATCHES,
-                seq_length=SEQUENCE,
+                seq_length=SEQUENCE * row.cp,
                 micro_batch_size=MICRO_BATCH,
                 forward_only=False,
             )
         if step == 0:
             run.logits_sized = watch.found
-            run.grads = {name: parameter.main_grad.clone() for name, parameter in bare.named_parameters()}
+            run.grads = {
+                f"{stage}.{name}" if stage else name: parameter.main_grad.clone()
+                for stage, model in enumerate(bare)
+                for name, parameter in model.named_parameters()
+            }
         optimizer.step()
         if results:
             run.losses.append(sum(float(result["loss"]) for result in results) / len(results))

@@ -53,7 +53,13 @@ def measure(row: Row) -> dict:
 
     from tests.megatron.training import LINEAR, train
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=row.tp, pipeline_model_parallel_size=row.pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=row.tp,
+        pipeline_model_parallel_size=row.pp,
+        virtual_pipeline_model_parallel_size=row.vpp if row.vpp > 1 else None,
+        context_parallel_size=row.cp,
+        expert_model_parallel_size=row.ep,
+    )
     try:
         truth = train(row, torch.float32)
         baseline = train(row, torch.bfloat16) if row.bf16 else truth
