@@ -1,0 +1,63 @@
+"""``--deterministic-mode``: Megatron's own checks let ``linear`` through while hooked, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron.launching import environment
+from tests.megatron.matrix import UNPACKED
+
+VALIDATE = """
+import os, sys, typing, warnings
+warnings.filterwarnings("ignore")
+typing.override = getattr(typing, "override", lambda function: function)  # Python 3.12 has it
+import torch
+import loongforge.megatron
+from loongforge.megatron import cpu
+cpu.apply()
+loongforge.megatron.install()
+from megatron.training import arguments, initialize
+
+def attempt(case, impl="linear", algorithm="Ring"):
+    os.environ["NCCL_ALGO"] = algorithm
+    torch.use_deterministic_algorithms(False)
+    args = arguments.parse_args(ignore_unknown_args=True)
+    args.cross_entropy_fusion_impl, args.use_flash_attn = impl, False
+    validate = getattr(initialize, "validate_args", None) or arguments.validate_args  # 0.17 has it by name there
+    try:
+        validate(args, {})
+    except AssertionError as error:
+        print(case, "refused:", str(error).lower())
+    else:
+        print(case, "passed", args.cross_entropy_loss_fusion, torch.are_deterministic_algorithms_enabled())
+
+attempt("linear")
+attempt("native", impl="native")
+attempt("algorithm", algorithm="NVLS")
+loongforge.megatron.uninstall()
+attempt("unhooked")
+loongforge.megatron.install()
+attempt("hooked late")
+"""
+MODEL = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 31 --transformer-impl local"
+)
+
+
+@pytest.mark.parametrize("version", UNPACKED)
+def test_linear_passes_and_every_other_requirement_stays(version, request):
+    if version == "0.18.2" and not request.config.getoption("--full-matrix", False):
+        pytest.skip("0.17.1 and 0.19.2 have the two mechanisms; 0.18.2 runs with --full-matrix")
+    command = [sys.executable, "-c", VALIDATE, *MODEL.split(" "), "--deterministic-mode", "--cross-entropy-loss-fusion"]
+    variables = {**environment(version), "RANK": "0", "WORLD_SIZE": "1"}
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for case in ("linear", "hooked late"):
+        assert f"{case} passed True True" in result.stdout, result.stdout
+    fusion = "cross_entropy_loss_fusion=false" if version == "0.19.2" else "cross entropy fusion is currently not"
+    for case, reason in (("native", fusion), ("unhooked", fusion), ("algorithm", "nccl_algo")):
+        assert f"{case} refused: " in result.stdout and reason in result.stdout.split(f"{case} refused: ")[1], case
