@@ -177,6 +177,8 @@ def _check_plain_tensor(name: str, tensor: object) -> torch.Tensor:
             f"pass {name}.to_local() and, for a weight sharded over its rows, tp_group=; "
             "or gather it with full_tensor()"
         )
+    if torch.compiler.is_compiling() or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
     for cls in type(tensor).__mro__:
         how = _QUANTISED.get(cls.__module__.partition(".")[0])
         if how is not None:
