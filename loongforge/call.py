@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from loongforge import checks, chunks
 from loongforge.dispatch import row_kernels, tile_kernels
 from loongforge.formula import Formula
-from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
+from loongforge.kernels.interface import RowStats, TileKernels
 from loongforge.options import LossOptions
 from loongforge.parallel import Pending, VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
@@ -52,7 +52,7 @@ class Call:
 
     options: LossOptions
     parallel: VocabParallel
-    kernels: RowKernels
+    kernels: Any  # RowKernels; OutputKernels where outputs were asked for
     tiles: TileKernels | None
     plan: ChunkPlan
     dtype: torch.dtype  # of the operands of the matrix products

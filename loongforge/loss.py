@@ -49,8 +49,8 @@ def fused_loss(
         checks.refuse_function_transforms()
         hidden, weight, target, bias, options = sharded.local_parts(hidden, weight, target, bias, options)
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
-    given |= {"token_weight": token_weight, "adapter": adapter}
+    given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    given |= {"class_weight": class_weight, "token_weight": token_weight, "adapter": adapter}
     with nullcontext() if compiling else ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
         checks.check_token_weight(token_weight, target)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ def losses(hidden, weight, bias, target_T, class_weight, base_weight, call: Call
 
 def gradients(
     grad_loss_T: torch.Tensor,
-    operands: Sequence[torch.Tensor | None],
+    operands: Sequence[Any],
     max_T: torch.Tensor,
     sum_exp_T: torch.Tensor,
     labels: Labels,
@@ -74,7 +75,7 @@ def gradients(
 
 def products(
     coefficients: RowCoefficients,
-    operands: Sequence[torch.Tensor | None],
+    operands: Sequence[Any],
     sum_exp_T: torch.Tensor,
     kept: torch.Tensor | None,
     needs: Sequence[bool],
@@ -94,8 +95,8 @@ def products(
         take = reduction.start if reduction else None
         grad_bias = chunks.backward(head, coefficients, kept, take, weight_grad, needs_bias, scale, overwrite_kept)
         grad_hidden = reduction.wait() if reduction else None
-        grad_weight = _close_weight_grad(weight_grad, call) if needs_weight else None
-        grad_bias = _with_padded_rows(grad_bias, bias) if needs_bias else None
+        grad_weight = _close_weight_grad(weight_grad, call) if weight_grad is not None else None
+        grad_bias = _with_padded_rows(grad_bias, bias) if grad_bias is not None else None
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -105,6 +106,11 @@ class KeptLogits:
 
     logits: torch.Tensor
     reservation: Reservation
+
+    @classmethod
+    def of(cls, logits: torch.Tensor | None, reservation: Reservation | None) -> KeptLogits | None:
+        """None where nothing is kept."""
+        return None if logits is None or reservation is None else cls(logits, reservation)
 
 
 class LossPerToken(torch.autograd.Function):
@@ -119,8 +125,7 @@ class LossPerToken(torch.autograd.Function):
             labels = (result.labels.ignored_T, result.labels.out_of_range_T)
             ctx.save_for_backward(*operands, result.max_T, result.sum_exp_T, *labels)
             # Not through save_for_backward: the first backward overwrites them and lets them go.
-            is_kept = result.kept is not None and call.reservation is not None
-            ctx.kept = KeptLogits(result.kept, call.reservation) if is_kept else None
+            ctx.kept = KeptLogits.of(result.kept, call.reservation)
             ctx.call = replace(call, reservation=None)
             ctx.shapes = [None if tensor is None else tensor.shape for tensor in (weight, bias, base_weight)]
         return result.loss_T

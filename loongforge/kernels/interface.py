@@ -19,7 +19,7 @@ Outputs beside the loss (:mod:`loongforge.outputs`) need more of an implementati
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,7 +46,7 @@ class RowStats:
 
     def of(self, rows: slice) -> RowStats:
         """Views of some of the tokens."""
-        return RowStats(*(value if value is None else value[rows] for value in _fields(self)))
+        return RowStats(*_of_rows(self, rows))
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,12 @@ class RowCoefficients:
 
     def of(self, rows: slice) -> RowCoefficients:
         """Views of some of the tokens."""
-        return RowCoefficients(*(value if value is None else value[rows] for value in _fields(self)))
+        return RowCoefficients(*_of_rows(self, rows))
 
 
-def _fields(record: RowStats | RowCoefficients) -> list[torch.Tensor | None]:
-    return [getattr(record, field.name) for field in fields(record)]
+def _of_rows(record: RowStats | RowCoefficients, rows: slice) -> list[Any]:
+    values = (getattr(record, field.name) for field in fields(record))
+    return [None if value is None else value[rows] for value in values]
 
 
 @dataclass

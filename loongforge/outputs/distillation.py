@@ -127,11 +127,11 @@ def _is_reverse(divergence: object, teacher: object) -> bool:
 
 
 def _check_head(teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor) -> None:
-    named = {"teacher.hidden": teacher.hidden, "teacher.weight": teacher.weight, "teacher.bias": teacher.bias}
+    named = {"teacher.hidden": teacher.hidden, "teacher.weight": teacher.weight}
+    if teacher.bias is not None:
+        named["teacher.bias"] = teacher.bias
     autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     for name, tensor in named.items():
-        if name == "teacher.bias" and tensor is None:
-            continue
         _check_tensor(name, tensor, hidden)
         if tensor.dtype != hidden.dtype and not autocast:
             raise TypeError(f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them")

@@ -130,8 +130,7 @@ class _LogProbsPerToken(torch.autograd.Function):
                 hidden, weight, bias, target_T, stats.max_T, stats.sum_exp_T, mean_T,
                 labels.ignored_T, labels.out_of_range_T,
             )  # fmt: skip
-            is_kept = kept is not None and call.reservation is not None
-            ctx.kept = KeptLogits(kept, call.reservation) if is_kept else None
+            ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
         return logprob_T, log_sum_exp_T, entropy_T, prediction_T
 

@@ -159,8 +159,7 @@ class DivergenceFromHead(torch.autograd.Function):
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, ignored_T,
                 *student, *teacher_stats, gap_T,
             )  # fmt: skip
-            is_kept = kept is not None and call.reservation is not None
-            ctx.kept = KeptLogits(kept, call.reservation) if is_kept else None
+            ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call, ctx.rest = replace(call, reservation=None), (teacher_transform, is_reverse)
         return labels.mark_(divergence_T)
 
@@ -191,6 +190,7 @@ class DivergenceFromHead(torch.autograd.Function):
 
 def _over_ranks(stats: RowStats, rows: _BesideTeacher, is_reverse: bool, call: Call):
     """(max, sum) of student and of teacher over all ranks, and the gap per unit of the weighting head's sum."""
+    assert rows.gap_sum_T is not None
     values = (stats.max_T, stats.sum_exp_T, rows.max_T, rows.sum_exp_T, rows.gap_sum_T)
     max_RT, sum_RT, teacher_max_RT, teacher_sum_RT, gap_RT = gathered(values, call.parallel)
     max_T, teacher_max_T = max_RT.amax(0), teacher_max_RT.amax(0)

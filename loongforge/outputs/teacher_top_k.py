@@ -196,8 +196,7 @@ class DivergenceFromTopK(torch.autograd.Function):
                 hidden, weight, bias, local_TK, unit_TK, unit_rest_T, base(rest_stats.max_T), rest_stats.sum_exp_T,
                 labels.ignored_T, labels.out_of_range_T,
             )  # fmt: skip
-            is_kept = kept is not None and call.reservation is not None
-            ctx.kept = KeptLogits(kept, call.reservation) if is_kept else None
+            ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
         return labels.mark_(divergence_T)
 
