@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.core import disagreement_checks, parallel_checks
+from tests.core import disagreement_checks, layout_checks, parallel_checks
 from tests.core.worlds import run_world
 
 results = cache(run_world)
@@ -22,4 +22,10 @@ def test_world(size, check):
 @pytest.mark.parametrize("check", disagreement_checks.CHECKS)
 def test_ranks_that_disagree(check):
     failures = results(3, disagreement_checks.__name__)[check]
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("check", layout_checks.CHECKS)
+def test_layouts_of_8_processes(check):
+    failures = results(8, layout_checks.__name__)[check]
     assert not failures, failures

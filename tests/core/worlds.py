@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import multiprocessing
 import os
 import tempfile
 import time
@@ -42,6 +43,13 @@ def _make_groups(rank: int, size: int) -> World:
     layouts = {"world": [list(range(size))], "alone": [[r] for r in range(size)]}
     if size == 4:
         layouts |= {"pairs": [[0, 1], [2, 3]], "strided": [[0, 2], [1, 3]]}
+    if size == 8:
+        layouts |= {
+            "pairs": [[r, r + 1] for r in range(0, 8, 2)],
+            "pairs across": [[r, r + 4] for r in range(4)],
+            "fours": [[0, 1, 2, 3], [4, 5, 6, 7]],
+            "fours strided": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        }
     groups, not_mine = {}, None
     for name, members in layouts.items():
         for ranks in members:
@@ -53,7 +61,13 @@ def _make_groups(rank: int, size: int) -> World:
     return World(rank, size, groups, not_mine)
 
 
-def _work(rank: int, size: int, folder: str, module: str) -> None:
+# Processes are forked from one that has imported what takes long and nothing more.
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "loongforge"])
+
+
+def _work(rank: int, size: int, folder: str, module: str, environment: dict[str, str]) -> None:
+    os.environ.clear()  # the forked ones have the variables of when their origin was started
+    os.environ.update(environment)
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=SECONDS_PER_COLLECTIVE)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
@@ -77,7 +91,8 @@ def _work(rank: int, size: int, folder: str, module: str) -> None:
 def run_world(size: int, module: str) -> dict[str, str]:
     """Run every check of ``module`` in ``size`` processes; name -> the tracebacks of the ranks that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_work, (size, folder, module), nprocs=size, join=False)
+        arguments = (size, folder, module, dict(os.environ))
+        context = mp.start_processes(_work, arguments, nprocs=size, join=False, start_method="forkserver")
         deadline = time.monotonic() + SECONDS_PER_WORLD
         try:
             while not context.join(timeout=max(0.1, deadline - time.monotonic())):
