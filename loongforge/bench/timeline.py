@@ -78,15 +78,11 @@ def record(
 def timeline_of(events: Iterable[Event]) -> Timeline:
     """Allocations between the first and the last mark, each with the release of its address."""
     marks: list[float] = []
-    mark_addresses: set[int] = set()
     live: dict[int, Event] = {}
     done: list[Block] = []
     for event in sorted(events, key=lambda event: event.time_ms):
         if event.num_bytes == MARK_BYTES:
             marks.append(event.time_ms)
-            mark_addresses.add(event.address)
-        elif event.num_bytes == 0 and event.address in mark_addresses:
-            mark_addresses.remove(event.address)
         elif len(marks) not in (1, 2):
             continue
         elif event.num_bytes:
