@@ -23,8 +23,12 @@ def fit(rows: list[OwnRow]) -> Rates:
     works = [row.work for row in rows]
     columns = np.array([[w.library_flops, w.tile_flops, w.tile_logits, w.num_bytes] for w in works]) * 1e-9
     measured = np.array([row.step_ms for row in rows])
-    inverse, *_ = np.linalg.lstsq(columns / measured[:, None], np.ones(len(rows)), rcond=None)
-    if (inverse <= 0).any():
+    relative = columns / measured[:, None]
+    inverse = np.linalg.lstsq(relative, np.ones(len(rows)), rcond=None)[0]
+    if inverse[2] < 0:  # exponentials that cost nothing beside the products
+        without = np.linalg.lstsq(np.delete(relative, 2, axis=1), np.ones(len(rows)), rcond=None)[0]
+        inverse = np.insert(without, 2, 0.0)
+    if (np.delete(inverse, 2) <= 0).any():
         raise SystemExit(f"a rate came out negative: 1 / {inverse}; the measurements do not tell the terms apart")
     library, tile, logits, num_bytes = map(float, inverse)
     return Rates(1 / library, 1 / tile, logits, 1 / num_bytes)
