@@ -77,10 +77,12 @@ def peak_bytes(layer: Layer, plan: ChunkPlan) -> int:
     rounded = 0 if one_product or wide == itemsize else tokens * hidden * itemsize
     widest = max(plan.kept_rows, min(plan.backward_width, rows - plan.kept_rows))
     in_loop = plan.buffer_bytes + (widest * hidden * wide if scaled else 0)
-    gathered = part = 0
-    if layer.sequence_parallel:
-        gathered, part = tokens * hidden * itemsize, tokens * hidden * itemsize // layer.tensor_parallel
-    return gathered + plan.kept_bytes + rows * hidden * itemsize + sum_hidden + max(in_loop, rounded + part)
+    fixed = plan.kept_bytes + rows * hidden * itemsize + sum_hidden
+    if layer.tensor_parallel == 1:
+        return fixed + max(in_loop, rounded)
+    # The ranks' sum starts before the last product of grad_weight, so its operand stands beside the last chunk.
+    gathered = tokens * hidden * itemsize if layer.sequence_parallel else 0
+    return fixed + in_loop + rounded + gathered + gathered // layer.tensor_parallel
 
 
 def num_products(plan: ChunkPlan) -> int:

@@ -98,12 +98,14 @@ def test_the_plans_own_bound_is_above(dtype, reduction, vocab):
         assert gradients + row.plan.kept_bytes <= row.peak_bytes <= bound
 
 
-def test_sequence_parallel_adds_the_gathered_tokens_and_this_ranks_slice():
-    plain, split = (layer(tensor_parallel=8, sequence_parallel=on) for on in (False, True))
+def test_ranks_add_the_operand_of_their_sum_and_the_gathered_tokens():
+    single, plain, split = layer(), layer(tensor_parallel=8), layer(tensor_parallel=8, sequence_parallel=True)
+    rounded = 8192 * 4096 * 2
     for budget in (0, 100, "all"):
-        extra = peak_bytes(split, split.plan(budget)) - peak_bytes(plain, plain.plan(budget))
-        gathered = 8192 * 4096 * 2
-        assert gathered <= extra <= gathered + gathered // 8
+        alone, ranks, gathered = (peak_bytes(one, one.plan(budget)) for one in (single, plain, split))
+        assert 0 <= ranks - alone <= rounded
+        assert gathered - ranks == rounded + rounded // 8
+    assert peak_bytes(plain, plain.plan(0)) == peak_bytes(single, single.plan(0)) + rounded
 
 
 def test_work_is_that_of_the_plan():
