@@ -34,7 +34,7 @@ class Head:
     class_weight_V: torch.Tensor | None
     transform: LogitTransform
     kernels: RowKernels
-    tiles: TileKernels | None  # where they exist, take the chunks that are not kept, and maybe those that are
+    tiles: TileKernels | None  # take the chunks that are not kept, where they exist
     plan: ChunkPlan
     logits_dtype: torch.dtype
     base_VH: torch.Tensor | None = None
@@ -94,13 +94,10 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
     kept_rows = head.plan.kept_rows if keep else 0
     kept = None
     if kept_rows:
-        kept = _Buffer(head, kept_rows, 0, head.logits_dtype).chunk(kept_rows)
-        if head.tiles is not None and head.tiles.keeps_logits and kept.dtype == head.tokens.dtype:
-            _accumulate_tiles(head, 0, kept_rows, stats, kept)
-        else:
-            for start, stop in head.kept_ranges(kept_rows):
-                head.compute_logits(start, stop, kept[:, start:stop])
-            _accumulate(head, kept, 0, kept_rows, stats)
+        kept = head.tokens.new_empty((head.plan.num_tokens, kept_rows), head.logits_dtype)
+        for start, stop in head.kept_ranges(kept_rows):
+            head.compute_logits(start, stop, kept[:, start:stop])
+        _accumulate(head, kept, 0, kept_rows, stats)
     if head.tiles is not None:
         if kept_rows < head.plan.vocab_rows:
             _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
@@ -190,15 +187,14 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
         head.kernels.accumulate(logits_TC, head.label_T, start, stats, head.transform, class_weight_C)
 
 
-def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats, out_TC: torch.Tensor | None = None) -> None:
+def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
     class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
     assert head.tiles is not None
     weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
     for rows, hidden_TH in head.tokens.pieces():
         head.tiles.accumulate(
-            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C,
-            None if out_TC is None else out_TC[rows],
-        )  # fmt: skip
+            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C
+        )
 
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,11 +20,11 @@ def explained(plan: ChunkPlan, device: torch.device, own: Reservation | None, ke
 
     ``own`` is this call's share of the budget, ``kept_bytes`` what the call holds already (kept logits in backward).
     """
-    before = _allocated(device)
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        there = _free(device) + _allocated(device) - before + kept_bytes
+        traceback.clear_frames(error.__traceback__)  # what the call itself had allocated counts as there
+        there = _free(device) + kept_bytes
         others = logits_budget.bytes_in_use - (own.num_bytes if own is not None else 0)
         raise type(error)(f"{error}\n{advice(plan, there, others)}") from error
 
@@ -86,10 +87,6 @@ def _free(device: torch.device) -> int:
     """Bytes that the allocator could hand out: the device's free memory and its own unused blocks."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _mib(num_bytes: int) -> str:

@@ -28,6 +28,7 @@ class Problem:
     target_T: torch.Tensor
     upstream_T: torch.Tensor  # non-uniform gradient for contenders with a loss per token
     truth: dict[bool, tuple[torch.Tensor, ...]]  # per_token -> loss, grad_hidden, grad_weight
+    floor: Callable[[], None]  # three_products
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Result:
     def ratio(self) -> float:
         """Forward plus backward over the three-GEMM floor."""
         return self.step_ms / self.floor_ms
+
+    @property
+    def forward_ratio(self) -> float:
+        """Forward without gradients over one GEMM's share of the floor."""
+        return self.forward_ms / (self.floor_ms / 3)
 
     @property
     def gradient_error(self) -> float:
@@ -75,7 +81,7 @@ def make_problem(shape: HeadShape, device: torch.device, dtype: torch.dtype, see
         False: (loss_T.sum() / num_valid, *grads),
         True: float32_truth(hidden_TH, weight_VH, target_T, upstream_T),
     }
-    return Problem(hidden_TH, weight_VH, target_T, upstream_T, truth)
+    return Problem(hidden_TH, weight_VH, target_T, upstream_T, truth, three_products(hidden_TH, weight_VH))
 
 
 def float32_truth(hidden_TH, weight_VH, target_T, upstream_T, rows: int = 1024):
@@ -122,10 +128,30 @@ def time_ms(call: Callable[[], object], device: torch.device, repetitions: int) 
     return statistics.median(times)
 
 
-def floor_ms(problem: Problem, repetitions: int) -> float:
-    """Time of :func:`three_products`."""
-    products = three_products(problem.hidden_TH, problem.weight_VH)
-    return time_ms(products, problem.hidden_TH.device, repetitions)
+def behind_floor_ms(
+    floor: Callable[[], object], call: Callable[[], object], device: torch.device, repetitions: int
+) -> tuple[list[float], float]:
+    """Times of ``floor`` and median time of ``call``, one behind the other in every repetition, after a warm-up.
+
+    A GPU at its power limit slows down as it warms up: only neighbours can be compared.  And while the floor runs the
+    host gets ahead, as in training, so that what is timed is the device's work and not the launch of its first kernel.
+    """
+    if device.type != "cuda":
+        return [time_ms(floor, device, repetitions)], time_ms(call, device, repetitions)
+    floors, calls = [], []
+    for repetition in range(repetitions + 2):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        torch.cuda.synchronize(device)
+        events[0].record()
+        floor()
+        events[1].record()
+        call()
+        events[2].record()
+        torch.cuda.synchronize(device)
+        if repetition >= 2:
+            floors.append(events[0].elapsed_time(events[1]))
+            calls.append(events[1].elapsed_time(events[2]))
+    return floors, statistics.median(calls)
 
 
 def three_products(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> Callable[[], None]:
@@ -145,10 +171,9 @@ def three_products(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> Callable
     return products
 
 
-def measure(contender: Contender, shape: HeadShape, problem: Problem, floor: float, repetitions: int) -> Result:
+def measure(contender: Contender, shape: HeadShape, problem: Problem, repetitions: int) -> Result:
     """Check, then measure memory, then time.  What a contender raises becomes its line's status."""
     result = Result(shape.name, contender.name, contender.per_token, contender.is_ours, contender.budget_mb)
-    result.floor_ms = floor
     try:
         _measure(result, contender.build(), problem, repetitions)
     except ImportError as error:
@@ -204,12 +229,16 @@ def _measure(result: Result, loss_function: LossFunction, problem: Problem, repe
     if result.status != "ok":
         return
     result.peak_mib = _peak_bytes(step, device) / 2**20
-    result.step_ms = time_ms(step, device, repetitions)
+    floors, result.step_ms = behind_floor_ms(problem.floor, step, device, repetitions)
     step.drop_gradients()
     with torch.no_grad():
-        result.forward_ms = time_ms(
-            lambda: loss_function(problem.hidden_TH, problem.weight_VH, problem.target_T), device, repetitions
+        more, result.forward_ms = behind_floor_ms(
+            problem.floor,
+            lambda: loss_function(problem.hidden_TH, problem.weight_VH, problem.target_T),
+            device,
+            repetitions,
         )
+    result.floor_ms = statistics.median(floors + more)
 
 
 def _peak_bytes(step: Step, device: torch.device) -> int:

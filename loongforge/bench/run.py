@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
-from loongforge.bench.measure import Result, floor_ms, make_problem, measure, release
+from loongforge.bench.measure import Result, make_problem, measure, release
 from loongforge.bench.progress import Progress
 from loongforge.bench.report import draw, duels, redraw, table, write_json
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
@@ -98,14 +98,13 @@ def compare(
     """All contenders on one shape; returns their lines and the text of the table."""
     problem = make_problem(shape, device, dtype)
     release(device)
-    floor = floor_ms(problem, repetitions)
     results = []
     for contender in contenders:
         with progress.step(f"{shape.name} {contender.name}") as step:
-            result = measure(contender, shape, problem, floor, repetitions)
+            result = measure(contender, shape, problem, repetitions)
             step.outcome = f"{result.step_ms:.2f} ms" if result.status == "ok" else result.status
         results.append(result)
-    return results, "\n".join([table(shape, results, floor), *duels(results)])
+    return results, "\n".join([table(shape, results), *duels(results)])
 
 
 def select(contenders: Sequence[Contender], only: str, skip: str) -> list[Contender]:

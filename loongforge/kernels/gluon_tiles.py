@@ -134,7 +134,7 @@ def _store(out_desc, staging, row, column, tile):
 
 
 @gluon.jit
-def _statistics_tiles(ring, out_desc, staging, bias_ptr, partial_ptr, class_weight_ptr, num_tokens, num_classes,
+def _statistics_tiles(ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens, num_classes,
                       hidden_size, factor, softcap, TRANSFORM: gl.constexpr, WEIGHTED_SUM: gl.constexpr,
                       WARPGROUP: gl.constexpr):  # fmt: skip
     num_tiles_c = gl.cdiv(num_classes, BLOCK_C)
@@ -142,15 +142,9 @@ def _statistics_tiles(ring, out_desc, staging, bias_ptr, partial_ptr, class_weig
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
-        first_row = tile_t * BLOCK_T + WARPGROUP * ROWS
-        row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
+        row = tile_t * BLOCK_T + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
         column = tile_c * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, TILE))
         z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, WARPGROUP)
-        if out_desc is not None:
-            rounded = z.to(out_desc.dtype)
-            _store(out_desc, staging, first_row, tile_c * BLOCK_C, rounded)
-            z = rounded.to(gl.float32)  # what backward will find
-
         row_exists = row < num_tokens
         exists = (column < num_classes)[None, :]
         x, _ = _transform(z, factor, softcap, TRANSFORM)
@@ -167,8 +161,6 @@ def _statistics_tiles(ring, out_desc, staging, bias_ptr, partial_ptr, class_weig
         tile_sum = gl.sum(gl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
         gl.store(partial, tile_max, mask=row_exists)
         gl.store(partial + plane, tile_sum, mask=row_exists)
-    if out_desc is not None:
-        tma.store_wait(0)
 
 
 @gluon.jit
@@ -211,7 +203,6 @@ _NUMBERS = ["num_tokens", "num_classes", "first_class", "factor_bits", "softcap_
 def statistics_kernel(
     hidden_desc,
     weight_desc,
-    out_desc,  # None: the logits are not kept
     bias_ptr,  # None: no bias
     partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
     class_weight_ptr,  # None: all ones
@@ -226,15 +217,11 @@ def statistics_kernel(
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
     ring = _open_ring(hidden_desc.dtype)
-    first, second = None, None
-    if out_desc is not None:
-        first = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], SHARED)
-        second = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], SHARED)
     gl.warp_specialize(
         [
-            (_statistics_tiles, (ring, out_desc, first, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
+            (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
                                  num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 0)),
-            (_statistics_tiles, (ring, out_desc, second, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
+            (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
                                  num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 1)),
             (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size)),
         ],
@@ -286,8 +273,6 @@ def tile_gradient_kernel(
 class GluonTileKernels(TritonTileKernels):
     """:class:`loongforge.kernels.interface.TileKernels` for Hopper, with specialised warps."""
 
-    keeps_logits = True
-
     def accumulate(
         self,
         hidden_TH: torch.Tensor,
@@ -298,14 +283,13 @@ class GluonTileKernels(TritonTileKernels):
         stats: RowStats,
         transform: LogitTransform,
         class_weight_C: torch.Tensor | None = None,
-        out_TC: torch.Tensor | None = None,
     ) -> None:
         partial = new_partial(stats, weight_CH.shape[0], BLOCK_C.value)
         mode, factor, softcap = _transform_arguments(transform)
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             statistics_kernel[(_num_programs(hidden_TH.device),)](
                 _descriptor(_aligned(hidden_TH), ROWS, BLOCK_H), _descriptor(_aligned(weight_CH), BLOCK_C, BLOCK_H),
-                None if out_TC is None else _descriptor(out_TC, ROWS, HALF_C), bias_C, partial, class_weight_C,
+                bias_C, partial, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=stats.weighted_sum_T is not None, **_LAUNCH,
             )  # fmt: skip

@@ -191,9 +191,6 @@ class TileKernels(Protocol):
     They see unrounded float32 logits; forward and backward of one chunk must both use them or neither.
     """
 
-    keeps_logits: bool
-    """Whether logits that have to be stored are worth computing here rather than by the library and a row kernel."""
-
     def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
         """Whether these operands' dtypes, sizes and alignment can be used."""
 
@@ -207,13 +204,8 @@ class TileKernels(Protocol):
         stats: RowStats,
         transform: LogitTransform,
         class_weight_C: torch.Tensor | None = None,
-        out_TC: torch.Tensor | None = None,
     ) -> None:
-        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number.
-
-        With ``out_TC`` (16-byte aligned rows, hidden's dtype) the rounded logits are stored there and the statistics,
-        but for the label's logit, are those of the rounded logits: :meth:`RowKernels.gradient_` can take over.
-        """
+        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number."""
 
     def gradient(
         self,

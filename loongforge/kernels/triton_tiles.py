@@ -79,7 +79,6 @@ _UNSPECIALIZED = [*_NUMBERS, "num_tiles", "hidden_stride", "weight_stride"]
 def statistics_kernel(
     hidden_desc,
     weight_desc,
-    out_desc,  # None: the logits are not kept
     bias_ptr,  # None: no bias
     partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
     class_weight_ptr,  # None: all ones
@@ -108,10 +107,6 @@ def statistics_kernel(
         row_exists = row < num_tokens
         exists = (column < num_classes)[None, :]
 
-        if out_desc is not None:
-            rounded = z.to(out_desc.dtype)
-            _store(out_desc, tile_t * BLOCK_T, tile_c * BLOCK_C, rounded, BLOCK_T, BLOCK_C)
-            z = rounded.to(tl.float32)  # what backward will find
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
         plane = num_tiles_c.to(tl.int64) * num_tokens
@@ -285,8 +280,6 @@ _TMA_BYTES = 16
 class TritonTileKernels:
     """:class:`loongforge.kernels.interface.TileKernels` for Hopper."""
 
-    keeps_logits = False  # the library's GEMM and a row kernel are faster where the tile has to be stored
-
     def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
         return (
             hidden_TH.dtype in (torch.bfloat16, torch.float16)
@@ -306,14 +299,13 @@ class TritonTileKernels:
         stats: RowStats,
         transform: LogitTransform,
         class_weight_C: torch.Tensor | None = None,
-        out_TC: torch.Tensor | None = None,
     ) -> None:
         partial = new_partial(stats, weight_CH.shape[0], CONFIG.block_c)
         mode, factor, softcap = _transform_arguments(transform)
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             statistics_kernel[(_num_programs(hidden_TH.device),)](
                 _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                None if out_TC is None else _store_descriptor(out_TC), bias_C, partial, class_weight_C,
+                bias_C, partial, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=stats.weighted_sum_T is not None, **CONFIG.meta(),
             )  # fmt: skip
@@ -336,7 +328,7 @@ class TritonTileKernels:
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             tile_gradient_kernel[(_num_programs(hidden_TH.device),)](
                 _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, label_T, _store_descriptor(out_TC),
+                bias_C, label_T, TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2]),
                 c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, **CONFIG.meta(),
@@ -370,10 +362,6 @@ def finish_statistics(
         weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
         TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
     )  # fmt: skip
-
-
-def _store_descriptor(out_TC: torch.Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2])
 
 
 def _load_descriptor(operand: torch.Tensor, block_rows: int) -> TensorDescriptor:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional
 from loongforge import cli
 from loongforge.bench import run as bench_run
 from loongforge.bench.contenders import PEERS, Contender, ours
-from loongforge.bench.measure import Problem, Result, floor_ms, make_problem, measure
+from loongforge.bench.measure import Problem, Result, make_problem, measure
 from loongforge.bench.progress import Progress
 from loongforge.bench.report import draw, duels, table, write_json
 from loongforge.bench.shapes import SHAPES, HeadShape, parse_shape, shapes_of
@@ -55,21 +56,21 @@ def test_truth_is_the_gradient_of_the_loss(problem, per_token):
 @pytest.mark.parametrize("per_token", (True, False))
 def test_a_right_contender_is_measured(problem, per_token):
     contender = Contender("eager", per_token, eager("none" if per_token else "mean"))
-    result = measure(contender, SHAPE, problem, 2.0, repetitions=1)
+    result = measure(contender, SHAPE, problem, repetitions=1)
     assert result.status == "ok"
-    assert result.step_ms > 0 and result.forward_ms > 0 and result.ratio == result.step_ms / 2.0
+    assert result.step_ms > 0 and result.forward_ms > 0 and result.ratio == result.step_ms / result.floor_ms
     assert max(result.errors.values()) < 1e-5
     logits, gradients = SHAPE.tokens * SHAPE.vocab * 4, SHAPE.vocab * SHAPE.hidden * 4
     assert max(2 * logits, logits + gradients) < result.peak_mib * 2**20 < 4 * logits + 2 * gradients
 
 
 def test_a_wrong_gradient_is_reported_and_not_timed(problem):
-    result = measure(Contender("off", False, eager("mean", grad_scale=0.9)), SHAPE, problem, 1.0, repetitions=1)
+    result = measure(Contender("off", False, eager("mean", grad_scale=0.9)), SHAPE, problem, repetitions=1)
     assert result.status.startswith("wrong: grad_hidden, grad_weight") and math.isnan(result.step_ms)
 
 
 def test_a_nan_is_wrong(problem):
-    result = measure(Contender("nan", False, eager("mean", grad_scale=math.nan)), SHAPE, problem, 1.0, repetitions=1)
+    result = measure(Contender("nan", False, eager("mean", grad_scale=math.nan)), SHAPE, problem, repetitions=1)
     assert result.status.startswith("wrong: loss")
 
 
@@ -80,17 +81,31 @@ def test_what_a_contender_raises_becomes_its_line(problem):
     def broken():
         raise ValueError("bad shape\nsecond line")
 
-    results = [measure(Contender(f.__name__, False, f), SHAPE, problem, 1.0, 1) for f in (missing, broken)]
+    results = [measure(Contender(f.__name__, False, f), SHAPE, problem, 1) for f in (missing, broken)]
     assert [result.status for result in results] == [
         "not installed: No module named 'peer'",
         "failed: ValueError: bad shape",
     ]
-    text = table(SHAPE, results, 1.0)
+    text = table(SHAPE, results)
     assert "not installed" in text and "bad shape" in text
 
 
-def test_floor_is_positive(problem):
-    assert floor_ms(problem, 1) > 0
+def test_everyone_is_timed_behind_a_floor(problem):
+    ran = []
+    recorded = replace(problem, floor=lambda: (ran.append("floor"), problem.floor()))
+
+    def build():
+        loss = eager("mean")()
+
+        def run(*operands):
+            ran.append("loss")
+            return loss(*operands)
+
+        return run
+
+    result = measure(Contender("one", False, build), SHAPE, recorded, repetitions=1)
+    assert result.floor_ms > 0 and result.forward_ratio == 3 * result.forward_ms / result.floor_ms
+    assert ran.count("floor") == 6, "two warm-ups and a repetition, each for a step and for the forward alone"
 
 
 def line(name, step_ms, peak_mib, error=2e-3, is_ours=False, per_token=True):

@@ -29,7 +29,7 @@ OPTIONS = (
 )
 
 
-@pytest.fixture(params=("triton", "triton keeping", "gluon"))
+@pytest.fixture(params=("triton", "gluon"))
 def tiles(request, monkeypatch):
     """The tile kernels, put in the place where dispatch chooses, and a record of their calls."""
     from loongforge import call
@@ -41,15 +41,13 @@ def tiles(request, monkeypatch):
         kernels = gluon_tiles.GluonTileKernels()
     else:
         kernels = triton_tiles.TritonTileKernels()
-        kernels.keeps_logits = request.param == "triton keeping"
     kernels.calls = []
 
     def recorded(name):
         original = getattr(kernels, name)
 
         def run(*arguments):
-            kept = name == "accumulate" and arguments[-1] is not None
-            kernels.calls.append("accumulate and keep" if kept else name)
+            kernels.calls.append(name)
             return original(*arguments)
 
         return run
@@ -123,7 +121,7 @@ def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
     assert max(errors[1:]) < 1e-3 or num_classes == 1
 
 
-def test_a_part_of_the_logits_is_kept(tiles, monkeypatch):
+def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
     """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
     from loongforge import plan as planning
 
@@ -133,26 +131,12 @@ def test_a_part_of_the_logits_is_kept(tiles, monkeypatch):
     loss = linear_cross_entropy(
         hidden, weight, target, reduction="none", logits_budget_mb=37 * 2 * (KEPT_MULTIPLE + 1), impl="generic"
     )
-    forward = ["accumulate and keep", "accumulate"] if tiles.keeps_logits else ["accumulate"]
-    assert tiles.calls == forward
+    assert tiles.calls == ["accumulate"]
     first = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight), upstream)
-    assert tiles.calls == [*forward, "gradient", "gradient"]
+    assert tiles.calls == ["accumulate", "gradient", "gradient"]
     for a, b in zip(first, second, strict=True):
         assert relative_error(a, b) < 1e-3
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("num_classes", (257, 611))
-def test_all_logits_kept(tiles, options, num_classes):
-    """Statistics are those of the stored logits, whose probabilities must add up to 1 in backward."""
-    inputs = make(37, 24, num_classes, torch.float16)
-    _, grads, errors = run(inputs, logits_budget_mb="all", **options)
-    assert errors[0] < 1e-3 and max(errors[1:]) < 1.5e-3, errors
-    assert tiles.calls == (["accumulate and keep"] if tiles.keeps_logits else [])
-    if not options:
-        bias_sum = float(grads[2].float().sum())
-        assert abs(bias_sum) < 0.05, "softmax minus one-hot does not sum to 0"
 
 
 def test_inactive_rows_are_zero_and_bad_labels_nan(tiles):

@@ -49,8 +49,6 @@ def signature_of(kernel, dtype, transform, everything, blocks, meta, layout=""):
     constants = meta | {"TRANSFORM": TRANSFORMS[transform], "WEIGHTED_SUM": everything}
     if not everything:
         constants |= {"bias_ptr": None, "class_weight_ptr": None, "uniform_ptr": None}
-        if kernel.__name__ == "statistics_kernel":
-            constants["out_desc"] = None
     types = {"bias_ptr": f"*{dtype}", "label_ptr": "*i64", "first_class": "i64"}
     signature = {}
     for name in kernel.arg_names:
