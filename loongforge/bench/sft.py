@@ -1,0 +1,133 @@
+"""What masked tokens, float32 logits and torch.compile cost: fine-tuning with most labels ignored, on one shape.
+
+Every line is checked against float32 before it is timed.  With a share of masked tokens, leaving them out of the
+products should cost about the rest of the share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import loongforge
+from loongforge.bench.contenders import Contender, LossFunction
+from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
+from loongforge.bench.report import median_floor_ms
+from loongforge.bench.run import DTYPES, describe, device_of
+from loongforge.bench.shapes import parse_shape, positive
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``scripts/benchmark_sft.py``."""
+    parser.add_argument("shape", nargs="?", default="llama3-8b", help="a name, or TOKENSxHIDDENxVOCAB")
+    parser.add_argument("--masked", type=float, default=0.8, help="share of tokens without a loss (default 0.8)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
+    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
+    parser.add_argument("--output-dir", type=Path, help="folder for sft.json; default: print only")
+
+
+def run(options: argparse.Namespace) -> list[Result]:
+    """Measure, print the table last, write; returns every line."""
+    shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
+    problem = make_problem(shape, device, dtype)
+    release(device)
+    results = []
+
+    def measure_all(problem: Problem, contenders: Sequence[Contender]) -> None:
+        for contender in contenders:
+            torch.compiler.reset()
+            results.append(measure(contender, shape, problem, options.repetitions))
+            print(
+                f"  {contender.name}: {results[-1].step_ms:.2f} ms, {results[-1].status}", file=sys.stderr, flush=True
+            )
+
+    measure_all(problem, every_token())
+    problem = masked(problem, options.masked)
+    bound = round(shape.tokens * (1 - options.masked) * 1.05) + 64
+    measure_all(problem, with_masked_tokens(options.masked, bound))
+    environment, floor = describe(device, dtype), median_floor_ms(results)
+    if options.output_dir:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor, "masked": options.masked}
+        record["results"] = [asdict(result) for result in results]
+        (options.output_dir / "sft.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
+    print(table(results))
+    return results
+
+
+def masked(problem: Problem, share: float) -> Problem:
+    """The same with this share of the tokens ignored, at random places."""
+    generator = torch.Generator(problem.hidden_TH.device).manual_seed(1)
+    places = torch.rand(len(problem.target_T), device=problem.hidden_TH.device, generator=generator).argsort()
+    target_T = problem.target_T.masked_fill(places < share * len(places), -100)
+    num_valid = (target_T >= 0).sum()
+    uniform_T = torch.full_like(problem.upstream_T, 1.0) / num_valid
+    loss_T, *grads = float32_truth(problem.hidden_TH, problem.weight_VH, target_T, uniform_T)
+    per_token = float32_truth(problem.hidden_TH, problem.weight_VH, target_T, problem.upstream_T)
+    return replace(problem, target_T=target_T, truth={False: (loss_T.sum() / num_valid, *grads), True: per_token})
+
+
+def every_token() -> list[Contender]:
+    """Precision and compilation, without a mask to speak of."""
+    found = []
+    for budget in (0, "all"):
+        for reduction in ("none", "mean"):
+            for name, options in (("", {}), ("fp32 logits, ", {"fp32_logits": True})):
+                found.append(contender(f"{name}{budget}", reduction, logits_budget_mb=budget, **options))
+        found.append(contender(f"compiled, {budget}", "mean", compiled, logits_budget_mb=budget))
+    return found
+
+
+def with_masked_tokens(share: float, bound: int) -> list[Contender]:
+    """Compaction off, on, and with a bound that needs no synchronisation."""
+    found = [
+        contender(f"{share:.0%} masked, {name}{budget}", reduction, logits_budget_mb=budget, **options)
+        for budget in (0, "all")
+        for reduction in ("none", "mean")
+        for name, options in (
+            ("", {}),
+            ("compact, ", {"compact_tokens": True}),
+            (f"at most {bound}, ", {"compact_tokens": bound}),
+        )
+    ]
+    name = f"{share:.0%} masked, at most {bound}, compiled, 0"
+    return [*found, contender(name, "mean", compiled, logits_budget_mb=0, compact_tokens=bound)]
+
+
+def eager(**options) -> LossFunction:
+    return partial(loongforge.linear_cross_entropy, **options)
+
+
+def compiled(**options) -> LossFunction:
+    loss = loongforge.LinearCrossEntropy(**options)
+    return torch.compile(lambda hidden, weight, target: loss(hidden, weight, target), fullgraph=True)
+
+
+def contender(name: str, reduction: str, build: Callable[..., LossFunction] = eager, **options) -> Contender:
+    full_name = f"{'token' if reduction == 'none' else reduction} {name}"
+    build = partial(build, reduction=reduction, **options)
+    return Contender(full_name, reduction == "none", build, "loongforge", options["logits_budget_mb"])
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown; ratios are to the three products over all tokens, whatever is masked."""
+    lines = ["| reduction, case, budget | step ms | / products | forward ms | peak MiB | errors |", "| --- " * 6 + "|"]
+    for result in results:
+        if result.status != "ok":
+            lines.append(f"| {result.name} | {result.status} | | | | |")
+            continue
+        errors = ", ".join(f"{error:.0e}" for error in result.errors.values())
+        lines.append(
+            f"| {result.name} | {result.step_ms:.2f} | {result.ratio:.2f} | {result.forward_ms:.2f} | "
+            f"{result.peak_mib:.0f} | {errors} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,33 @@
+"""The measurement of masked tokens, float32 logits and torch.compile, at a size that takes a moment."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from loongforge.bench import sft
+
+
+def test_every_line_is_right(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sft, "compiled", sft.eager)  # tests/core/test_compile.py compiles
+    parser = argparse.ArgumentParser()
+    sft.add_arguments(parser)
+    flags = ["60x8x40", "--dtype", "fp32", "--device", "cpu", "--repetitions", "1", "--output-dir", str(tmp_path)]
+    results = sft.run(parser.parse_args(flags))
+    assert {result.status for result in results} == {"ok"} and len(results) == 23
+    assert max(max(result.errors.values()) for result in results) < 1e-5
+    assert sum("compact" in result.name for result in results) == 4
+    record = json.loads((tmp_path / "sft.json").read_text())
+    assert len(record["results"]) == len(results) and record["masked"] == 0.8
+    assert capsys.readouterr().out.count("80% masked, at most ") == 5
+
+
+def test_a_bound_that_is_too_low_shows_as_an_error():
+    """Tokens that did not fit would be a wrong loss: the line says so."""
+    from loongforge.bench.measure import make_problem, measure
+    from loongforge.bench.shapes import HeadShape
+
+    shape = HeadShape.of_sizes(60, 8, 40)
+    problem = sft.masked(make_problem(shape, "cpu", sft.DTYPES["fp32"]), 0.5)
+    line = measure(sft.contender("low", "mean", logits_budget_mb=0, compact_tokens=9), shape, problem, 1)
+    assert line.status.startswith("wrong: loss, grad_hidden, grad_weight")
