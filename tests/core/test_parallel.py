@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.core import disagreement_checks, layout_checks, parallel_checks
+from tests.core import disagreement_checks, layout_checks, parallel_checks, step_checks
 from tests.core.worlds import run_world
 
 results = cache(run_world)
@@ -16,6 +16,13 @@ results = cache(run_world)
 @pytest.mark.parametrize("check", parallel_checks.CHECKS)
 def test_world(size, check):
     failures = results(size, parallel_checks.__name__)[check]
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("check", step_checks.CHECKS)
+def test_steps(size, check):
+    failures = results(size, step_checks.__name__)[check]
     assert not failures, failures
 
 

@@ -61,8 +61,9 @@ def _make_groups(rank: int, size: int) -> World:
     return World(rank, size, groups, not_mine)
 
 
-# Processes are forked from one that has imported what takes long and nothing more.
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "loongforge"])
+FORKED = multiprocessing.get_context("forkserver")
+"""Processes are forked from one that has imported what takes long and done nothing else."""
+FORKED.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "loongforge"])
 
 
 def _work(rank: int, size: int, folder: str, module: str, environment: dict[str, str]) -> None:
