@@ -1,0 +1,318 @@
+"""torch.compile, custom operators, CUDA graphs and function transforms."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy, operators
+from tests.helpers import make_inputs, oracle, relative, upstream
+
+VOCAB, HIDDEN = 101, 24
+CASES = {
+    "default": {},
+    "token": {"reduction": "none"},
+    "all kept": {"reduction": "none", "logits_budget_mb": "all"},
+    "some kept": {"reduction": "sum", "logits_budget_mb": 1},
+    "every option": {
+        "label_smoothing": 0.1, "label_smoothing_formula": "megatron", "z_loss_weight": 0.1, "softcap": 5.0,
+        "logit_scale": 0.7, "vocab_size": 95, "ignore_index": 3, "fp32_logits": True, "logits_budget_mb": "all",
+    },
+    "bound": {"reduction": "none", "compact_tokens": 55},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def tokens_of(number, dtype=torch.float32, **sizes):
+    inputs = make_inputs(number, HIDDEN, VOCAB, dtype, seed=number, bias=True, **sizes)
+    inputs.target.clamp_(max=94)
+    return inputs.leaves()
+
+
+def results(function, tensors):
+    loss = function()
+    return [loss.detach(), *torch.autograd.grad(loss, tensors, upstream(loss.shape).to(loss))]
+
+
+def assert_same(actual, expected, tolerance=1e-6):
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == theirs.dtype and relative(mine, theirs) <= tolerance
+
+
+class Model(nn.Module):
+    """An output layer with its loss, as people compile it."""
+
+    def __init__(self, options):
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.loss = LinearCrossEntropy(**options)
+
+    def forward(self, hidden, target, **tensors):
+        return self.loss(2 * hidden, self.head.weight, target, bias=self.head.bias, **tensors) * 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_eager_without_recompilation(name):
+    """Two sizes make the graph and its dynamic successor; whatever comes later must fit."""
+    model = Model(CASES[name])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for count, tokens in enumerate((30, 37, 37, 50, 64)):
+        inputs = tokens_of(tokens, ignored=0.3)
+        inputs.target[inputs.target == -100] = model.loss.options.ignore_index
+        tensors = [inputs.hidden, *model.parameters()]
+        expected = results(lambda: model(inputs.hidden, inputs.target), tensors)  # noqa: B023
+        torch.compiler.set_stance("fail_on_recompile" if count > 1 else "default")
+        try:
+            actual = results(lambda: compiled(inputs.hidden, inputs.target), tensors)  # noqa: B023
+        finally:
+            torch.compiler.set_stance("default")
+        assert_same(actual, expected, 1e-5 if CASES[name].get("logits_budget_mb") else 1e-6)
+
+
+def test_weights_of_tokens_and_classes_and_a_changing_normalizer():
+    model = Model({})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for count, tokens in enumerate((30, 37, 50)):
+        inputs = tokens_of(tokens)
+        given = {"token_weight": torch.rand(tokens), "normalizer": torch.tensor(float(tokens))}
+        tensors = [inputs.hidden, *model.parameters()]
+        torch.compiler.set_stance("fail_on_recompile" if count > 1 else "default")
+        try:
+            actual = results(lambda: compiled(inputs.hidden, inputs.target, **given), tensors)  # noqa: B023
+        finally:
+            torch.compiler.set_stance("default")
+        assert_same(actual, results(lambda: model(inputs.hidden, inputs.target, **given), tensors))  # noqa: B023
+
+
+def test_options_that_change_compile_anew_and_stay_right():
+    """Dynamo makes variables of numbers that differ between calls; here they select another graph."""
+    inputs = tokens_of(30)
+
+    def run(scale, ignored):
+        return linear_cross_entropy(
+            *inputs.tensors[:2], inputs.target, logit_scale=scale, ignore_index=ignored, class_weight=classes
+        )
+
+    classes = torch.rand(VOCAB)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for scale, ignored in ((1.0, -100), (0.5, 3), (0.25, 4), (2.0, -100)):
+        truth = oracle(LossOptions(logit_scale=scale, ignore_index=ignored), class_weight=classes.double())
+        inputs.target[inputs.target == -100] = 5
+        double = inputs.leaves(torch.float64)
+        expected = truth(double.hidden, double.weight, inputs.target)
+        assert relative(compiled(scale, ignored), expected) < 1e-5
+
+
+def test_an_adapter():
+    inputs, up = tokens_of(30), torch.randn(VOCAB, 2, requires_grad=True)
+    down, base = torch.randn(2, HIDDEN, requires_grad=True), inputs.weight.detach()
+
+    def run():
+        return linear_cross_entropy(
+            inputs.hidden, base, inputs.target, adapter=(inputs.hidden @ down.t(), up), logits_budget_mb="all"
+        )
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    tensors = (inputs.hidden, down, up)
+    assert_same(results(compiled, tensors), results(run, tensors), 1e-5)
+
+
+@pytest.mark.parametrize("budget", (0, "all"))
+def test_backward_twice(budget):
+    """Kept logits are an output of the operator: a first backward leaves them as they are."""
+    inputs = tokens_of(30)
+    saved = torch.ops.loongforge.losses(
+        *inputs.tensors, inputs.target, None, None, *_settings(LossOptions()), VOCAB if budget == "all" else 0
+    )
+    before = saved[3].clone()
+    first = torch.autograd.grad(saved[0].sum(), inputs.tensors, retain_graph=True)
+    second = torch.autograd.grad(saved[0].sum(), inputs.tensors)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and torch.equal(saved[3], before)
+
+
+def _settings(options, dtype=torch.float32):
+    values = vars(options)
+    return operators._encoded(tuple(values), tuple(values.values())), dtype
+
+
+@pytest.mark.parametrize("kept_rows", (0, VOCAB))
+def test_operators_hold_what_torch_asks_of_them(kept_rows):
+    inputs = tokens_of(12)
+    settings = _settings(LossOptions(softcap=5.0))
+    arguments = (*inputs.tensors, inputs.target, None, None, *settings, kept_rows)
+    torch.library.opcheck(torch.ops.loongforge.losses.default, arguments)
+    detached = [t.detach() for t in inputs.tensors]
+    loss, max_T, sum_exp_T, kept = (t.detach() for t in torch.ops.loongforge.losses(*arguments))
+    for needs in ([True, True, True], [False, True, False]):
+        torch.library.opcheck(
+            torch.ops.loongforge.loss_gradients.default,
+            (*detached, inputs.target, None, None, torch.ones_like(loss), max_T, sum_exp_T, kept, *settings, needs),
+        )
+
+
+def test_autocast_over_a_float32_head():
+    inputs, model = tokens_of(30), Model({"reduction": "none"})
+
+    def run(function):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(inputs.hidden, inputs.target)
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    tensors = [inputs.hidden, *model.parameters()]
+    assert_same(results(lambda: run(compiled), tensors), results(lambda: run(model), tensors))
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_without_gradients(mode):
+    inputs, model = tokens_of(30), Model({"logits_budget_mb": "all"})
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    expected = model(inputs.hidden, inputs.target)
+    with mode():
+        for one in (model, compiled):
+            loss = one(inputs.hidden, inputs.target)
+            assert relative(loss, expected) < 1e-6 and not loss.requires_grad
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_activation_checkpointing_inside_a_graph(reentrant):
+    inputs, model = tokens_of(30), Model({"logits_budget_mb": "all"})
+
+    def run(hidden, target):
+        return torch.utils.checkpoint.checkpoint(model, hidden, target, use_reentrant=reentrant)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    tensors = [inputs.hidden, *model.parameters()]
+    actual = [loss := compiled(inputs.hidden, inputs.target)]
+    loss.backward()
+    actual += [tensor.grad for tensor in tensors]
+    expected = model(inputs.hidden, inputs.target)
+    assert_same([actual[0].detach(), *actual[1:]], [expected.detach(), *torch.autograd.grad(expected, tensors)], 1e-5)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++; the other tests run its graphs without it")
+def test_inductor():
+    inputs, model = tokens_of(30), Model({"reduction": "none"})
+    compiled = torch.compile(model, fullgraph=True)
+    tensors = [inputs.hidden, *model.parameters()]
+    assert_same(
+        results(lambda: compiled(inputs.hidden, inputs.target), tensors),
+        results(lambda: model(inputs.hidden, inputs.target), tensors),
+    )
+
+
+def test_reading_the_count_on_the_host_is_refused_in_a_graph():
+    inputs, model = tokens_of(30), Model({"compact_tokens": True})
+    with pytest.raises(Exception, match="compact_tokens=True reads a number on the host"):
+        torch.compile(model, backend="eager", fullgraph=True)(inputs.hidden, inputs.target)
+    torch.compiler.reset()
+    loss = torch.compile(model, backend="eager")(inputs.hidden, inputs.target)  # a graph break
+    assert relative(loss, model(inputs.hidden, inputs.target)) < 1e-6
+
+
+@pytest.mark.parametrize("what, text", (("target", "target must have shape"), ("dtype", "hidden is torch.bfloat16")))
+def test_bad_input_is_named(what, text):
+    inputs, model = tokens_of(30), Model({})
+    hidden = inputs.hidden.bfloat16() if what == "dtype" else inputs.hidden
+    target = inputs.target[:7] if what == "target" else inputs.target
+    with pytest.raises((TypeError, ValueError), match=text):
+        torch.compile(model, backend="eager")(hidden, target)
+
+
+def test_the_compiler_is_not_imported_for_everyone():
+    code = "import sys, loongforge; sys.exit('torch._dynamo' in sys.modules or 'torch._inductor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+# ---------------------------------------------------------------- torch.func
+
+
+def test_function_transforms_are_refused_by_name():
+    inputs = tokens_of(8)
+    hidden, weight, _ = (t.detach() for t in inputs.tensors)
+
+    def loss(hidden):
+        return linear_cross_entropy(hidden, weight, inputs.target)
+
+    for run in (
+        lambda: torch.func.grad(loss)(hidden),
+        lambda: torch.func.vjp(loss, hidden),
+        lambda: torch.func.jvp(loss, (hidden,), (hidden,)),
+        lambda: torch.func.jacrev(loss)(hidden),
+        lambda: torch.vmap(loss)(hidden.expand(3, -1, -1)),
+        lambda: torch.func.hessian(loss)(hidden),
+    ):
+        with pytest.raises(NotImplementedError, match=r"does not run inside torch.func transforms .*functional_call"):
+            run()
+
+
+def test_functional_call():
+    inputs, model = tokens_of(30), Model({})
+    parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = torch.func.functional_call(model, parameters, (inputs.hidden, inputs.target))
+    ours = torch.autograd.grad(loss, parameters.values())
+    assert_same(ours, torch.autograd.grad(model(inputs.hidden, inputs.target), list(model.parameters())))
+
+
+# ---------------------------------------------------------------- GPU
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU; without one tests/core/test_no_sync.py holds what a graph needs"
+)
+
+
+@needs_gpu
+@pytest.mark.parametrize("options", ({}, {"compact_tokens": 200}, {"fp32_logits": True, "logits_budget_mb": "all"}))
+def test_cuda_graph(options):
+    inputs = make_inputs(300, 64, 1000, torch.bfloat16).leaves(device="cuda")
+    weights = torch.rand(300, device="cuda")
+
+    def step():
+        for tensor in inputs.tensors:
+            tensor.grad = None
+        loss = linear_cross_entropy(*inputs.tensors, inputs.target, token_weight=weights, **options)
+        loss.backward()
+        return loss
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    found = [captured, *(t.grad for t in inputs.tensors)]
+    with torch.no_grad():
+        inputs.hidden.copy_(torch.randn_like(inputs.hidden))
+        inputs.target.copy_(inputs.target.roll(5))
+    graph.replay()
+    replayed = [t.clone() for t in found]
+    expected = [step(), *(t.grad for t in inputs.tensors)]
+    assert_same(replayed, expected, 1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("mode", ("default", "reduce-overhead"))
+@pytest.mark.parametrize("budget", (0, "all"))
+def test_compiled_on_a_cuda_device(budget, mode):
+    inputs = make_inputs(300, 64, 1000, torch.bfloat16).leaves(device="cuda")
+    loss = LinearCrossEntropy(reduction="none", logits_budget_mb=budget)
+
+    def run():
+        return loss(*inputs.tensors, inputs.target)
+
+    compiled = torch.compile(run, mode=mode, fullgraph=True)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_same(results(compiled, inputs.tensors), results(run, inputs.tensors), 5e-3)
