@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.core import disagreement_checks, layout_checks, parallel_checks, step_checks
+from tests.core import disagreement_checks, layout_checks, parallel_checks, step_checks, work_checks
 from tests.core.worlds import run_world
 
 results = cache(run_world)
@@ -35,4 +35,10 @@ def test_ranks_that_disagree(check):
 @pytest.mark.parametrize("check", layout_checks.CHECKS)
 def test_layouts_of_8_processes(check):
     failures = results(8, layout_checks.__name__)[check]
+    assert not failures, failures
+
+
+@pytest.mark.parametrize("check", work_checks.CHECKS)
+def test_work_not_done(check):
+    failures = results(2, work_checks.__name__)[check]
     assert not failures, failures
