@@ -194,15 +194,14 @@ def table(lines: Sequence[Line], floor: float) -> str:
     rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     plain = {(line.name, line.budget_mb): line.step_ms for line in lines}
     for line in lines:
+        error = f"{max(line.errors.values(), default=math.nan):.1e}"
         if line.status != "ok":
-            rows.append(
-                f"| {line.name} | {line.budget_mb} | {line.status} | | | | | {max(line.errors.values(), default=math.nan):.1e} |"
-            )
+            rows.append(f"| {line.name} | {line.budget_mb} | {line.status} | | | | | {error} |")
             continue
         first = "logprobs" if line.name.startswith("logprobs") else "loss"
         to_plain = line.step_ms / plain.get((first, line.budget_mb), math.nan)
         rows.append(
             f"| {line.name} | {line.budget_mb} | {line.step_ms:.2f} | {to_plain:.3f} | {line.step_ms / floor:.3f} | "
-            f"{line.forward_ms:.2f} | {line.peak_mib:.0f} | {max(line.errors.values(), default=math.nan):.1e} |"
+            f"{line.forward_ms:.2f} | {line.peak_mib:.0f} | {error} |"
         )
     return "\n".join(rows)

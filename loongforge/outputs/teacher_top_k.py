@@ -126,7 +126,9 @@ def _student(stats: RowStats, x_TK: torch.Tensor, transform: LogitTransform, num
         stats.sum_exp_T = (stats.sum_exp_T - surplus_T).clamp_min(0.0)
     if k == num_classes:
         stats.sum_exp_T = torch.zeros_like(stats.sum_exp_T)
-    log_rest_T = base(stats.max_T) + stats.sum_exp_T.log()
+    # Relative to the largest of all: differences of numbers near 2000 would lose the digits of the probabilities.
+    largest_T = base(torch.maximum(stats.max_T, x_TK.amax(1)))
+    x_TK, log_rest_T = x_TK - largest_T[:, None], base(stats.max_T) - largest_T + stats.sum_exp_T.log()
     log_sum_T = torch.cat([x_TK, log_rest_T[:, None]], 1).logsumexp(1)
     return _Student(x_TK - log_sum_T[:, None], log_rest_T - log_sum_T, stats)
 
@@ -150,6 +152,8 @@ def teacher_of(logprobs_TK: torch.Tensor, ids_TK: torch.Tensor, rest: str, num_c
         return _Teacher(log_q_TK, torch.full_like(log_q_TK[:, 0], -torch.inf), bad_T)
     mass_T = logprobs_TK.double().exp().sum(1)
     log_q_rest_T = torch.log1p(-mass_T.clamp(max=1.0)).to(logprobs_TK.dtype)
+    if ids_TK.shape[1] == num_classes:
+        log_q_rest_T = torch.full_like(log_q_rest_T, -torch.inf)  # what rounding leaves of 1 belongs to no class
     return _Teacher(logprobs_TK, log_q_rest_T, bad_T | ~(mass_T <= LARGEST_MASS))
 
 

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on: those files run anyway")
-@pytest.mark.parametrize("name", ("test_triton_rows.py", "test_triton_tiles.py"))
+@pytest.mark.parametrize("name", ("test_triton_rows.py", "test_triton_tiles.py", "test_triton_outputs.py"))
 def test_kernels_under_the_interpreter(name):
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / name)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
