@@ -76,7 +76,7 @@ def check_labels() -> bool:
 
 
 def check_ranks() -> bool:
-    """``LCE_CHECK_RANKS``: compare shapes over the tensor-parallel group at every call (synchronises)."""
+    """``LCE_CHECK_RANKS``: compare what the ranks were given at every call, not only at a group's first."""
     return _flag("LCE_CHECK_RANKS")
 
 
