@@ -13,6 +13,7 @@ EXTRAS = {
     "te": ["transformer-engine[pytorch]>=2.0"],
     "train": ["pyyaml>=6.0", "tensorboard>=2.15", "tokenizers>=0.19", "tqdm>=4.65"],
     "plot": ["matplotlib>=3.8"],
+    "transformers": ["accelerate>=1.0", "peft>=0.17", "transformers>=4.57"],
     "docs": ["latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27"],
     "dev": [
         "build>=1.0",

@@ -35,6 +35,7 @@ IMPORTS = {
     "megatron": ("megatron.core", "psutil"),
     "train": ("megatron.core", "psutil", "yaml", "tensorboard", "tokenizers", "tqdm"),
     "plot": ("matplotlib",),
+    "transformers": ("transformers", "accelerate", "peft", "tokenizers"),
     "docs": ("mkdocs", "mkdocstrings", "latex2mathml", "material"),
     "dev": ("build", "hypothesis", "mypy", "pytest", "pytest_timeout", "xdist"),
     "all": ("triton", "flydsl", "megatron.core", "yaml", "tokenizers", "matplotlib"),

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-bash scripts/install.sh all,dev,docs
+bash scripts/install.sh all,dev,docs,transformers
 python=.venv/bin/python
 # The hook is tested against later releases of megatron-core too, unpacked beside the installed one.
 "$python" scripts/fetch_megatron_wheels.py
