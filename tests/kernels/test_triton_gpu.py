@@ -10,8 +10,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
 
+from loongforge import LossOptions  # noqa: E402
 from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats  # noqa: E402
 from loongforge.kernels.triton_rows import accumulate_kernel, gradient_kernel  # noqa: E402
+from loongforge.loss import fused_loss  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
     DEVICE,
     HAS_GPU,
@@ -110,3 +112,41 @@ def test_tensors_on_another_device_than_the_current_one():
         KERNELS.accumulate(rows_TC, label_T, 0, stats, IDENTITY)
         assert torch.cuda.current_device() == 0
     assert_close(stats.max_T.double() + stats.sum_exp_T.double().log(), rows_TC.double().logsumexp(1), 1e-6)
+
+
+class MainGrad:
+    """A float32 gradient that the products add into, as Megatron's fusion has it; ``tests/core`` has its CPU twin."""
+
+    def __init__(self, weight):
+        self.buffer_VH = torch.zeros_like(weight, dtype=torch.float32)
+
+    def open(self):
+        return self.buffer_VH, True
+
+    def close(self):
+        return None
+
+
+@needs_gpu
+def test_peak_with_main_grad_on_the_llama3_8b_head():
+    """At most 500 MiB above the inputs, and above the 64 MiB of grad_hidden little more than a chunk."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    hidden = torch.randn(8192, 4096, device=DEVICE, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(128256, 4096, device=DEVICE, generator=generator) / 64).bfloat16().requires_grad_()
+    target = torch.randint(0, 128256, (8192,), device=DEVICE, generator=generator)
+    upstream = torch.rand(8192, device=DEVICE, generator=generator)
+    sink = MainGrad(weight)
+    for _ in range(2):
+        hidden.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        fused_loss(hidden, weight, target, LossOptions(reduction="none"), weight_grad_sink=sink).backward(upstream)
+        peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+    assert peak_mib <= 500, peak_mib
+    print(f"peak above the inputs with main_grad: {peak_mib:.0f} MiB")
+    chosen = torch.arange(0, 128256, 997, device=DEVICE)
+    rows = hidden.detach().float() @ weight.detach().float().t()
+    grad_TV = (rows.softmax(1).index_put((torch.arange(8192, device=DEVICE), target), torch.tensor(-1.0, device=DEVICE),
+                                         accumulate=True) * upstream[:, None])[:, chosen]  # fmt: skip
+    assert_close(sink.buffer_VH[chosen] / 2, grad_TV.t() @ hidden.detach().float(), 4e-3)
