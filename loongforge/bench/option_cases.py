@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -117,7 +118,7 @@ def _top_k(k: int) -> Case:
     )
 
 
-def _divergence(name: str, divergence: str, from_top_k: bool) -> Case:
+def _divergence(name: str, divergence: Literal["forward", "reverse"], from_top_k: bool) -> Case:
     def ours(o: Operands) -> Sequence[torch.Tensor]:
         teacher = o.teacher_top_k if from_top_k else o.teacher
         return [

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -123,11 +124,11 @@ def truth_of(case: Case, operands: Operands) -> list[torch.Tensor]:
     for start in range(0, len(hidden), BLOCK_TOKENS):
         block = slice(start, min(start + BLOCK_TOKENS, len(hidden)))
         logits = torch.nn.functional.linear(hidden[block], weight, bias if case.uses_bias else None).requires_grad_()
-        teacher = None if teacher_weight is None else o.teacher.hidden[block].float() @ teacher_weight.t()
+        teacher: Any = None if teacher_weight is None else o.teacher.hidden[block].float() @ teacher_weight.t()
         outputs = case.eager(logits, teacher, o, block)
         values.append([value.detach() for value in outputs])
         if case.has_gradient:
-            total = sum(
+            total: Any = sum(
                 (value * all_upstream[n][block]).sum() for n, value in enumerate(outputs) if value.requires_grad
             )
             (grad_logits,) = torch.autograd.grad(total, logits)
@@ -149,11 +150,12 @@ def measure(case: Case, operands: Operands, truth: Sequence[torch.Tensor], budge
         outputs = case.ours(o)
         with_gradient = [(value, upstream(n, value)) for n, value in enumerate(outputs) if value.requires_grad]
         if case.has_gradient:
-            torch.autograd.backward(*zip(*with_gradient, strict=True))
+            values, gradients = zip(*with_gradient, strict=True)
+            torch.autograd.backward(values, gradients)
         return outputs
 
     outputs = step()
-    actual = [*outputs, *(tensor.grad for tensor in tensors if case.has_gradient)]
+    actual: list[Any] = [*outputs, *(tensor.grad for tensor in tensors if case.has_gradient)]
     names = [*(f"value {n}" for n in range(len(outputs))), "grad_hidden", "grad_weight", "grad_bias"]
     line.errors = {name: _error(*pair) for name, *pair in zip(names, actual, truth, strict=False)}
     del outputs, actual

@@ -39,8 +39,8 @@ _OWN = ("reduction", "ignore_index", "softcap", "logit_scale", "vocab_size", "tp
 class Family:
     """What a family does to its logits before the loss."""
 
-    softcap: Callable[[nn.Module], float | None] = lambda model: None
-    logit_scale: Callable[[nn.Module], float] = lambda model: 1.0
+    softcap: Callable[[Any], float | None] = lambda model: None
+    logit_scale: Callable[[Any], float] = lambda model: 1.0
 
 
 _PLAIN = Family()
@@ -77,33 +77,35 @@ def fuse_loss(model: nn.Module, **options: Any) -> nn.Module:
             (or LoRA) linear layer.
         TypeError, ValueError: unknown options, a configuration that makes no sense.
     """
-    given, model = model, _causal_lm(model)
-    if isinstance(model, _FusedModel):
+    causal_lm = _causal_lm(model)
+    if isinstance(causal_lm, _FusedModel):
         raise ValueError("fuse_loss was called on this model before: unfuse_loss(model) first")
     taken = sorted(set(options) & set(_OWN))
     if taken:
         raise ValueError(f"{', '.join(taken)} follow from the model and its arguments and cannot be given")
-    family = _family_of(model)
-    head = model.get_output_embeddings()
-    _check_head(head, model)
-    build_options({**options, **_transform(family, model)})
-    model._loongforge = _Settings(family, options)
-    model.__class__ = _fused_model_class(type(model))
-    head.__class__ = _fused_head_class(type(head))
-    return given
+    family = _family_of(causal_lm)
+    head = causal_lm.get_output_embeddings()
+    _check_head(head, causal_lm)
+    build_options({**options, **_transform(family, causal_lm)})
+    causal_lm._loongforge = _Settings(family, options)
+    model_class: Any = type(causal_lm)
+    head_class: Any = type(head)
+    causal_lm.__class__ = _fused_model_class(model_class)
+    head.__class__ = _fused_head_class(head_class)
+    return model
 
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo :func:`fuse_loss`; returns ``model``."""
-    given, model = model, _causal_lm(model)
-    if type(model).__mro__[1] is not _FusedModel:
-        raise ValueError(f"fuse_loss was not called on this {type(model).__name__}, or it was wrapped since")
-    del model._loongforge
-    model.__class__ = type(model).__mro__[2]
-    for module in model.modules():
+    causal_lm = _causal_lm(model)
+    if type(causal_lm).__mro__[1] is not _FusedModel:
+        raise ValueError(f"fuse_loss was not called on this {type(causal_lm).__name__}, or it was wrapped since")
+    del causal_lm._loongforge
+    causal_lm.__class__ = type(causal_lm).__mro__[2]
+    for module in causal_lm.modules():
         if isinstance(module, _FusedHead):
             module.__class__ = type(module).__mro__[2]
-    return given
+    return model
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class _FusedHead:
 
 
 @functools.cache
-def _fused_model_class(original: type) -> type:
+def _fused_model_class(original: Any) -> type:
     @functools.wraps(original.forward)
     def forward(self, *args, return_logits: bool = False, return_dict: bool | None = None, **kwargs):
         if kwargs.get("labels") is None and len(args) > 1:
@@ -191,7 +193,7 @@ def _fused_model_class(original: type) -> type:
 
 
 @functools.cache
-def _fused_head_class(original: type) -> type:
+def _fused_head_class(original: Any) -> type:
     @functools.wraps(original.forward)
     def forward(self, hidden, *args, **kwargs):
         request = self._request
@@ -208,18 +210,18 @@ def _fused_head_class(original: type) -> type:
     return _subclass(_FusedHead, original, forward)
 
 
-def _subclass(first: type, original: type, forward: Callable) -> type:
+def _subclass(first: type, original: Any, forward: Callable) -> type:
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
     return type(original)(original.__name__, (first, original), {**names, "forward": forward})
 
 
-def _by_name(original: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(original: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Positional arguments under their names, since ``labels`` may be among them."""
     names = list(inspect.signature(original.forward).parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _causal_lm(model: nn.Module) -> nn.Module:
+def _causal_lm(model: Any) -> Any:
     """``model`` itself, or what a PeftModel holds."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -233,7 +235,7 @@ def _transform(family: Family, model: nn.Module) -> dict[str, Any]:
         ) from error
 
 
-def _family_of(model: nn.Module) -> Family:
+def _family_of(model: Any) -> Family:
     cls = type(model)
     name = cls.__name__
     if name not in FAMILIES or not cls.__module__.startswith("transformers.models."):
@@ -252,13 +254,14 @@ def _family_of(model: nn.Module) -> Family:
     return FAMILIES[name]
 
 
-def _check_head(head: nn.Module, model: nn.Module) -> None:
+def _check_head(head: nn.Module, model: Any) -> None:
     if is_lora_layer(head):
         head = LoraHead(head).base_layer
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise NotImplementedError(
             "the output layer must be a plain torch.nn.Linear (or PEFT's LoRA around one), got "
-            f"{type(head).__module__}.{type(head).__name__}: replace a quantised or wrapped output layer by a linear one"
+            f"{type(head).__module__}.{type(head).__name__}: replace a quantised or wrapped output layer by a linear "
+            "one"
         )
     if head.out_features != model.config.vocab_size:
         raise ValueError(

@@ -68,7 +68,7 @@ def _without_the_flag(original: Callable, patches: Patches) -> Callable:
 class _WhenImported(MetaPathFinder):
     """Calls back with a module right after its own code ran, before whoever imports it sees it."""
 
-    def __init__(self, callbacks: dict[str, Callable[[ModuleType, str], None]]) -> None:
+    def __init__(self, callbacks: dict[str, Callable[..., None]]) -> None:
         self._callbacks = callbacks
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:

@@ -138,7 +138,7 @@ def _wrap_model(installed: _Installed, model: Any) -> None:
         raise TypeError(
             f"{model.__name__} has neither a forward nor a _postprocess of its own: name the class that has"
         )
-    installed.patches.set(model, "__init__", _checked_init(model.__init__))
+    installed.patches.set(model, "__init__", _checked_init(getattr(model, "__init__")))  # noqa: B009
     installed.patches.set(model, method, _labelled_forward(vars(model)[method]))
     installed.models.append(model)
 
