@@ -46,10 +46,8 @@ def _differences(
     parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any], refused: Exception | None
 ) -> list[str]:
     """What is not the same on all ranks, with every rank's; nothing where it is not the time to compare."""
-    if parallel.size == 1 or _is_recorded():
-        return []
     always = env.check_ranks()
-    if not always and parallel.group in _compared:
+    if parallel.size == 1 or _is_recorded() or not always and parallel.group in _compared:
         return []
     _compared.add(parallel.group)
     facts = {"LCE_CHECK_RANKS": always} | _facts(options, tensors)

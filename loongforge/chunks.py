@@ -7,7 +7,7 @@ grad_hidden is wanted before the weight gradient: whoever calls can let collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -127,27 +127,36 @@ def backward(
     statistics' dtype, or in hidden's where one product gives it whole.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
-    recomputed = head.plan.backward_chunks(kept_rows)
+    num_recomputed = len(head.plan.backward_chunks(kept_rows))
     kept_ranges = head.kept_ranges(kept_rows) if overwrite_kept else head.plan.pieces(kept_rows)
-    num_chunks = len(kept_ranges) + len(recomputed)
-    grad_hidden = None
+    grad_hidden = grad_bias = None
     if take_grad_hidden is not None:
-        grad_hidden = _HiddenGrad(head, num_chunks, scale, take_grad_hidden)
-    grad_bias = None
+        grad_hidden = _HiddenGrad(head, len(kept_ranges) + num_recomputed, scale, take_grad_hidden)
     if needs_bias and head.bias_V is not None:
         grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype)
-
-    def use(logits_TC: torch.Tensor, start: int, stop: int) -> None:
-        """Two GEMMs and a column sum out of one chunk that already holds its gradient."""
+    for logits_TC, start, stop in _gradients_of_logits(head, coefficients, kept, kept_ranges, overwrite_kept):
         logits_TC = logits_TC.to(head.tokens.dtype)  # the products take operands of one dtype
         if grad_hidden is not None:
             grad_hidden.add(logits_TC, head.weight_rows(start, stop))
         if weight_grad is not None:
             _weight_rows_grad(weight_grad, logits_TC, head.trained_hidden(), start, stop, scale)
         if grad_bias is not None:
-            column_sum_C = logits_TC.sum(0, dtype=grad_bias.dtype)
-            grad_bias[start:stop] = column_sum_C if scale is None else column_sum_C / scale
+            rows_C = torch.sum(logits_TC, 0, dtype=grad_bias.dtype, out=grad_bias[start:stop])
+            if scale is not None:
+                rows_C.div_(scale)
+    head.tokens.wait()  # where nothing needed them, other ranks may have
+    return grad_bias
 
+
+def _gradients_of_logits(
+    head: Head,
+    coefficients: RowCoefficients,
+    kept: torch.Tensor | None,
+    kept_ranges: list[tuple[int, int]],
+    overwrite_kept: bool,
+) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Chunk by chunk the gradient of the logits [T, stop - start] and its rows, each valid until the next."""
+    kept_rows = 0 if kept is None else kept.shape[1]
     if kept is not None:
         if overwrite_kept:
             _to_gradient(head, kept, 0, kept_rows, coefficients)
@@ -156,19 +165,17 @@ def backward(
             if not overwrite_kept:
                 logits_TC = logits_TC.clone(memory_format=torch.contiguous_format)
                 _to_gradient(head, logits_TC, start, stop, coefficients)
-            use(logits_TC, start, stop)
+            yield logits_TC, start, stop
     in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
     buffer = _Buffer(head, head.plan.backward_width, kept_rows, head.tokens.dtype if in_tiles else head.logits_dtype)
-    for start, stop in recomputed:
+    for start, stop in head.plan.backward_chunks(kept_rows):
         if head.tiles is not None and start >= head.plan.kept_rows:
             logits_TC = buffer.chunk(stop - start, head.tokens.dtype)
             _tiles_to_gradient(head, logits_TC, start, stop, coefficients)
         else:
             logits_TC = head.compute_logits(start, stop, buffer.chunk(stop - start))
             _to_gradient(head, logits_TC, start, stop, coefficients)
-        use(logits_TC, start, stop)
-    head.tokens.wait()  # where nothing needed them, other ranks may have
-    return grad_bias
+        yield logits_TC, start, stop
 
 
 def _empty_stats(head: Head, with_weighted_sum: bool) -> RowStats:

@@ -11,7 +11,7 @@ import argparse
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from loongforge.bench.measure import float32_truth, relative_error, release, thr
 from loongforge.bench.ranks import World
 from loongforge.bench.run import describe
 from loongforge.bench.shapes import HeadShape, parse_shape, positive
-from loongforge.bench.tensor_parallel_report import report
+from loongforge.bench.tensor_parallel_report import Result, report
 from loongforge.errors import UsageError
 
 SHAPES = ("dsv3", "llama3-8b")
@@ -45,39 +45,6 @@ class Variant:
 
 
 VARIANTS = tuple(Variant(sequence_parallel, budget) for sequence_parallel in (True, False) for budget in ("all", 0))
-
-
-@dataclass
-class Result:
-    """One variant on one shape; NaN where it was not measured."""
-
-    variant: str
-    errors: dict[str, float]
-    single_errors: dict[str, float]  # of the same operation on one GPU
-    repeats: bool  # a second step has the same bits
-    step_ms: float = math.nan
-    floor_ms: float = math.nan  # the three products of this rank
-    series_ms: float = math.nan  # every collective waited for where it starts
-    silent_ms: float = math.nan  # without collectives
-    collectives_ms: float = math.nan  # each alone, added up
-    peak_mib: float = math.nan  # above the inputs, both gradients included
-    held_mib: float = math.nan  # between forward and backward
-    kernels: list[Overlap] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> float:
-        """Forward plus backward over the three products of the rank."""
-        return self.step_ms / self.floor_ms
-
-    @property
-    def exposed_ms(self) -> float:
-        """What communication adds to the step."""
-        return self.step_ms - self.silent_ms
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the collectives' own time that the step does not see."""
-        return 1 - self.exposed_ms / self.collectives_ms
 
 
 class Head:

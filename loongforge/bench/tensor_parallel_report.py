@@ -1,17 +1,16 @@
-"""Table and JSON of :mod:`loongforge.bench.tensor_parallel`."""
+"""Results, table and JSON of :mod:`loongforge.bench.tensor_parallel`."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from loongforge.bench.communication import Overlap
 from loongforge.bench.shapes import HeadShape
-
-if TYPE_CHECKING:
-    from loongforge.bench.tensor_parallel import Result
 
 TARGET = 1.06
 """TP 2 with sequence parallelism and all logits kept, over the three products of its own rank."""
@@ -35,6 +34,39 @@ ms: forward + backward; /floor: over the three products of one rank; in series: 
 without: no collectives; exposed: ms - without; alone: the collectives by themselves; hidden: 1 - exposed / alone;
 peak and held (between forward and backward) above the inputs; repeats: a second step has the same bits;
 loss, grad_hidden, grad_weight: relative norms of their errors against float32, the worst rank's."""
+
+
+@dataclass
+class Result:
+    """One variant on one shape; NaN where it was not measured."""
+
+    variant: str
+    errors: dict[str, float]
+    single_errors: dict[str, float]  # of the same operation on one GPU
+    repeats: bool  # a second step has the same bits
+    step_ms: float = math.nan
+    floor_ms: float = math.nan  # the three products of this rank
+    series_ms: float = math.nan  # every collective waited for where it starts
+    silent_ms: float = math.nan  # without collectives
+    collectives_ms: float = math.nan  # each alone, added up
+    peak_mib: float = math.nan  # above the inputs, both gradients included
+    held_mib: float = math.nan  # between forward and backward
+    kernels: list[Overlap] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Forward plus backward over the three products of the rank."""
+        return self.step_ms / self.floor_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """What communication adds to the step."""
+        return self.step_ms - self.silent_ms
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the collectives' own time that the step does not see."""
+        return 1 - self.exposed_ms / self.collectives_ms
 
 
 def table(shape: HeadShape, results: Sequence[Result], ranks: int) -> str:

@@ -15,7 +15,8 @@ import torch
 from loongforge.bench.communication import Collective, overlaps, shared, union
 from loongforge.bench.ranks import World
 from loongforge.bench.shapes import HeadShape
-from loongforge.bench.tensor_parallel import VARIANTS, Head, Result
+from loongforge.bench.tensor_parallel import VARIANTS, Head
+from loongforge.bench.tensor_parallel_report import Result
 from loongforge.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
