@@ -20,6 +20,7 @@ from loongforge.call import Call, Labels, head_of, prepare_call, refusing_second
 from loongforge.compact import CarriedTokens
 from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import with_options_spelled_out
+from loongforge.options import LossOptions
 from loongforge.outputs.common import (
     HEAD_OPTIONS,
     PassedOn,
@@ -198,25 +199,9 @@ def linear_logprobs(
     if env.check_labels():
         labels = Labels.among(target_T, num_classes, built.ignore_index)
         checks.check_labels_in_range(target, labels.out_of_range_T.view(target.shape), num_classes)
-    label_T, carried = target_T, None
-    if built.compact_tokens is not False:
-        carried = CarriedTokens.of(target_T != built.ignore_index, built.compact_tokens)
-        hidden, parallel = carried.hidden(hidden, parallel), replace(parallel, sequence_parallel=False)
-        label_T = carried.values(target_T, built.ignore_index)
-    call = prepare_call(
-        hidden, weight, bias, False, label_T.shape[0], built, parallel, None, None, outputs=outputs
-    )  # fmt: skip
-    logprob_T, log_sum_exp_T, entropy_T, prediction_T = _LogProbsPerToken.apply(
-        hidden, weight, bias, label_T, call, outputs
-    )  # fmt: skip
-    if carried is not None:
-        logprob_T, log_sum_exp_T, entropy_T = (
-            None if value is None else carried.losses(carried.marked(value))
-            for value in (logprob_T, log_sum_exp_T, entropy_T)
-        )
-        if prediction_T is not None:
-            # Shifted by one, so that what is left out reads NO_PREDICTION.
-            prediction_T = carried.losses(prediction_T - NO_PREDICTION) + NO_PREDICTION
+    logprob_T, log_sum_exp_T, entropy_T, prediction_T = _per_token(
+        hidden, weight, bias, target_T, built, parallel, outputs
+    )
     return LogProbs(
         logprobs=logprob_T.view(target.shape),
         log_sum_exp=log_sum_exp_T.view(target.shape),
@@ -225,6 +210,27 @@ def linear_logprobs(
         accuracy=None if prediction_T is None else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T),
         z_loss=built.z_loss_weight * log_sum_exp_T.square().view(target.shape) if built.z_loss_weight else None,
     )
+
+
+def _per_token(hidden, weight, bias, target_T, options: LossOptions, parallel: VocabParallel, outputs: frozenset[str]):
+    """What :class:`_LogProbsPerToken` gives, for all tokens where only some are carried through the products."""
+    if options.compact_tokens is False:
+        call = prepare_call(
+            hidden, weight, bias, False, target_T.shape[0], options, parallel, None, None, outputs=outputs
+        )
+        return _LogProbsPerToken.apply(hidden, weight, bias, target_T, call, outputs)
+    carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
+    hidden_NH = carried.hidden(hidden, parallel)
+    label_N = carried.values(target_T, options.ignore_index)
+    everything = replace(options, compact_tokens=False)
+    *values, prediction_N = _per_token(
+        hidden_NH, weight, bias, label_N, everything, replace(parallel, sequence_parallel=False), outputs
+    )
+    values = [None if value_N is None else carried.losses(carried.marked(value_N)) for value_N in values]
+    if prediction_N is None:
+        return *values, None
+    # Shifted, so that the 0 of what is left out reads NO_PREDICTION.
+    return *values, carried.losses(prediction_N - NO_PREDICTION) + NO_PREDICTION
 
 
 def _outputs(entropy: bool, predictions: bool) -> frozenset[str]:
