@@ -1,5 +1,5 @@
-"""``import loongforge.megatron.auto`` as the one added line of a Megatron script: installs the hook, or raises."""
+"""``import loongforge.megatron.auto`` as the one added line of a Megatron script: hooks and says so, or raises."""
 
-from loongforge.megatron.hook import install
+from loongforge.megatron.start import install_and_say
 
-report = install()
+report = install_and_say()

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m loongforge.megatron.launch pretrain_gpt.py ...
 
 A module runs with ``-m NAME`` in place of the script.  The flags of ``FLAGS`` may stand anywhere on the command line;
-they are taken off it and set the environment variable beside them.
+they are taken off it and set the environment variable beside them.  ``--lce-impl megatron`` hooks nothing: the branches
+of Megatron that bring a ``linear`` of their own then run it, on the GPUs that it is written for.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 
 import torch
 
-from loongforge import dispatch, env
+from loongforge import env
+from loongforge.megatron import support
 from loongforge.megatron.deferred import counters
-from loongforge.megatron.hook import install
-from loongforge.options import LossOptions
+from loongforge.megatron.start import install_and_say, say
 
 FLAGS = {
     "--lce-impl": "LCE_IMPL",
@@ -28,6 +29,7 @@ FLAGS = {
     "--lce-fwd-vocab-split-size": "LCE_FWD_VOCAB_SPLIT_SIZE",
     "--lce-bwd-vocab-split-size": "LCE_BWD_VOCAB_SPLIT_SIZE",
 }
+MEGATRONS_OWN = "megatron"
 _USAGE = f"usage: python -m loongforge.megatron.launch (SCRIPT | -m MODULE) [ARGUMENTS] [{' | '.join(FLAGS)} VALUE]"
 
 
@@ -62,20 +64,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         variables, rest = split_flags(sys.argv[1:] if arguments is None else arguments)
         if not rest or rest[0] == "-m" and len(rest) < 2:
             raise ValueError(_USAGE)
-        env.set_variables(variables)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        choice = dispatch.choose(device, LossOptions(), torch.bfloat16)
-        report = install()
+        hooked = variables.get("LCE_IMPL") != MEGATRONS_OWN
+        if hooked:
+            env.set_variables(variables)
+            install_and_say()
+        else:
+            check_megatrons_own()
+            say("nothing is hooked: Megatron's own linear cross-entropy runs")
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         sys.exit(f"loongforge.megatron.launch: {error}")
-    _say(f"{report}; implementation {choice}")
     if "linear" not in rest:
-        _say(
+        say(
             "'linear' is not on the command line: unless a configuration file asks for it, the loss stays unfused; "
             "pass --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
         )
     _run(rest)
-    _say(f"{counters.fused} fused losses, {counters.materialized} times materialised logits")
+    if hooked:
+        say(f"{counters.fused} fused losses, {counters.materialized} times materialised logits")
+
+
+def check_megatrons_own() -> None:
+    """Raise ``RuntimeError`` unless Megatron brings a ``linear`` of its own and the GPU is one that it runs on."""
+    if support.own_linear_layer() is None:
+        raise RuntimeError(f"--lce-impl {MEGATRONS_OWN}: this Megatron has no linear cross-entropy of its own")
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    if major != 10:
+        here = "there is no CUDA device" if major is None else f"this GPU is of compute capability {major}.x"
+        raise RuntimeError(f"--lce-impl {MEGATRONS_OWN}: Megatron's own runs on compute capability 10.x; {here}")
 
 
 def _run(command: Sequence[str]) -> None:
@@ -87,11 +102,6 @@ def _run(command: Sequence[str]) -> None:
     sys.argv = list(command)
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     runpy.run_path(command[0], run_name="__main__")
-
-
-def _say(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"loongforge: {message}", flush=True)
 
 
 if __name__ == "__main__":

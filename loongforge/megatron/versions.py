@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-OLDEST = (0, 16, 1)
+OLDEST = (0, 16, 0)
 NEWEST_EXCLUSIVE = (0, 20, 0)
 
 

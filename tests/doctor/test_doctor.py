@@ -97,7 +97,7 @@ def test_an_unknown_megatron_is_found(capsys, monkeypatch):
     original = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: "0.99.0" if name == "megatron-core" else original(name))
     status, text = run(capsys)
-    assert status == 1 and "megatron hook: loongforge.megatron knows megatron-core from 0.16.1" in text
+    assert status == 1 and "megatron hook: loongforge.megatron knows megatron-core from 0.16.0" in text
 
 
 def test_a_machine_without_megatron_is_healthy(capsys, monkeypatch):

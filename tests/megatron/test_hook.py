@@ -59,13 +59,13 @@ def test_uninstall_refuses_to_drop_someone_elses_patch(monkeypatch):
     assert loongforge.megatron.is_installed()
 
 
-@pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.20.0", "0.20.0rc1", "1.0", "main"])
+@pytest.mark.parametrize("version", ["0.15.3", "0.10.0rc0", "0.20.0", "0.20.0rc1", "1.0", "main"])
 def test_unknown_versions_are_refused(version):
-    with pytest.raises(RuntimeError, match=f"from 0.16.1 up to, but not including, 0.20.0; this is {version}"):
+    with pytest.raises(RuntimeError, match=f"from 0.16.0 up to, but not including, 0.20.0; this is {version}"):
         versions.check_supported(version)
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.17.0", "0.18.2", "0.19.2", "0.19.0rc2"])
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.16.1", "0.17.0", "0.18.2", "0.19.2", "0.19.0rc2"])
 def test_known_versions(version):
     versions.check_supported(version)
 

@@ -58,9 +58,9 @@ def test_a_module_runs_too_and_missing_flags_are_pointed_out(tmp_path):
 
 def test_only_rank_0_speaks(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    launch._say("hello")
+    launch.say("hello")
     monkeypatch.setenv("RANK", "0")
-    launch._say("hello again")
+    launch.say("hello again")
     assert capsys.readouterr().out == "loongforge: hello again\n"
 
 
@@ -75,6 +75,7 @@ def test_only_rank_0_speaks(monkeypatch, capsys):
         (["script.py", "--lce-logits-budget-mb", "many"], {}, "LCE_LOGITS_BUDGET_MB must be"),
         (["script.py", "--lce-fwd-vocab-split-size", "0"], {}, "at least 1"),
         (["script.py", "--lce-impl", "generic"], {"LCE_IMPL": "triton"}, "drop one of them"),
+        (["script.py", "--lce-impl", "megatron"], {}, "this Megatron has no linear cross-entropy of its own"),
     ],
 )
 def test_what_cannot_be_met_stops_before_the_script(monkeypatch, arguments, environment, complaint):
@@ -107,4 +108,20 @@ def test_importing_auto_installs(tmp_path):
         [sys.executable, "-W", "ignore", str(tmp_path / "one_line.py")],
         env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert result.stdout.startswith("True fused linear cross-entropy in GPTModel"), result.stdout + result.stderr
+    assert result.returncode == 0, result.stderr
+    said, printed = result.stdout.splitlines()
+    assert said.startswith("loongforge: fused linear cross-entropy in GPTModel, ") and "implementation generic" in said
+    assert printed.startswith("True fused linear cross-entropy in GPTModel")
+
+
+def test_megatrons_own_linear_runs_unhooked_where_its_gpu_is(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(launch, "_run", ran.append)
+    monkeypatch.setattr(launch.support, "own_linear_layer", lambda: object)
+    with pytest.raises(SystemExit, match=r"runs on compute capability 10.x; there is no CUDA device"):
+        launch.main(["script.py", "--lce-impl", "megatron"])
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: (10, 0))
+    launch.main(["script.py", "--lce-impl", "megatron"])
+    assert ran == [["script.py"]] and not is_installed()
+    assert "nothing is hooked: Megatron's own" in capsys.readouterr().out

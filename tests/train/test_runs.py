@@ -112,9 +112,11 @@ def test_sigterm_saves_and_exits_well(start, train, tmp_path, ranks):
     assert f"at step {step}" in more and f"step {int(step) + 1}/100000 | loss" in more
 
 
-def test_a_killed_rank_leaves_a_readable_checkpoint_and_ends_the_run(start, train, tmp_path):
-    flags = (*ENDLESS, *TENSOR_PARALLEL, "--save", str(tmp_path / "run"), "--save-interval", "3")
-    run = start(flags, ranks=2)
+def test_a_killed_rank_ends_the_run_and_its_restart_equals_an_uninterrupted_one(start, train, tmp_path):
+    def flags(name: str, *more: str) -> tuple[str, ...]:
+        return (*ENDLESS, *TENSOR_PARALLEL, "--save", str(tmp_path / name), *more)
+
+    run = start(flags("run", "--save-interval", "3"), ranks=2)
     run.wait_for("step 3/100000 | saved")
     run.wait_for("step 4/100000")
     run.processes[1].kill()
@@ -123,8 +125,16 @@ def test_a_killed_rank_leaves_a_readable_checkpoint_and_ends_the_run(start, trai
     step = latest_iteration(str(tmp_path / "run"))
     assert step is not None and step % 3 == 0
     assert FileSystemReader(iteration_folder(str(tmp_path / "run"), step)).read_metadata().state_dict_metadata
-    more = train((*flags, "--load", str(tmp_path / "run"), "--exit-interval", "1"), ranks=2)
-    assert f"at step {step}" in more and f"step {step + 1}/100000 | loss" in more
+    last = str(step + 2)
+    whole = flags("whole", "--exit-interval", last)
+    more = train(flags("run", "--load", str(tmp_path / "run"), "--exit-interval", last), whole, ranks=2)
+    assert f"at step {step}" in more and f"step {last}/100000 | loss" in more
+    restarted, uninterrupted = (
+        tensors(iteration_folder(str(tmp_path / name), int(last)), tmp_path / f"{name}.pt") for name in ("run", "whole")
+    )
+    assert restarted.keys() == uninterrupted.keys()
+    for name, tensor in uninterrupted.items():
+        assert torch.equal(tensor, restarted[name]), name
 
 
 def test_comparison_measures_both_output_layers(train, monkeypatch):
