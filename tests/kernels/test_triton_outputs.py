@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
+from loongforge import TeacherHead, linear_distillation, linear_logprobs
 from loongforge.kernels import triton_top_k
+from loongforge.kernels.generic import GenericRowKernels
 from loongforge.kernels.interface import (
     NO_CLASS,
     LogitTransform,
@@ -17,6 +19,7 @@ from loongforge.kernels.interface import (
     RowCoefficients,
     RowStats,
 )
+from tests.helpers import Inputs
 from tests.kernels.triton_cases import (
     DEVICE,
     HAS_GPU,
@@ -34,6 +37,7 @@ from tests.kernels.triton_cases import (
     stat_dtype,
     x_of,
 )
+from tests.outputs.oracle import make_case
 
 pytestmark = pytest.mark.skipif(
     not (HAS_GPU or INTERPRETED), reason="no GPU here; test_triton_interpreter.py runs this file under the interpreter"
@@ -290,3 +294,34 @@ def test_empty_chunks_do_nothing(shape):
     KERNELS.gradient_(logits_TC, label_T, 0, RowCoefficients(stats.max_T, zero_T, zero_T, None, zero_T), IDENTITY)
     KERNELS.top_k_(logits_TC, 0, torch.zeros(shape[0], 2, device=DEVICE), label_T[:, None].repeat(1, 2), IDENTITY)
     assert (stats.relative_sum_T == 0).all()
+
+
+@pytest.mark.parametrize("budget", (0, "all"))
+def test_the_functions_on_these_kernels(budget, monkeypatch):
+    """Chunks of odd widths, logits that are kept and rows that begin anywhere: as the generic kernels' to rounding."""
+    for direction in ("FWD", "BWD"):
+        monkeypatch.setenv(f"LCE_{direction}_VOCAB_SPLIT_SIZE", "53")
+    case = make_case(torch.float32, tokens=5)
+    case.inputs = Inputs(*(None if t is None else t.to(DEVICE) for t in vars(case.inputs).values()))
+    head = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in vars(case.head).items()}
+    teacher = TeacherHead(**head)
+
+    def results() -> list[torch.Tensor]:
+        i = case.inputs.leaves(device=DEVICE)
+        out = linear_logprobs(
+            i.hidden, i.weight, i.target, bias=i.bias, entropy=True, predictions=True, logits_budget_mb=budget
+        )
+        total, values = (out.logprobs + 0.3 * out.entropy).sum(), [out.logprobs, out.entropy, out.predictions]
+        for divergence in ("forward", "reverse"):
+            value_T = linear_distillation(
+                i.hidden, i.weight, teacher, divergence=divergence, target=i.target, bias=i.bias,
+                reduction="none", logits_budget_mb=budget,
+            )  # fmt: skip
+            total, values = total + value_T.sum(), [*values, value_T]
+        return [*(value.detach() for value in values), *torch.autograd.grad(total, i.tensors)]
+
+    monkeypatch.setattr("loongforge.call.row_kernels", lambda *arguments: GenericRowKernels())
+    right = results()
+    monkeypatch.setattr("loongforge.call.row_kernels", lambda *arguments: KERNELS)
+    for mine, expected in zip(results(), right, strict=True):
+        assert_close(mine, expected, 2e-6)
