@@ -13,7 +13,7 @@ from loongforge.planning import advise, fitted
 from loongforge.planning.devices import DEVICES, MEASURED
 from loongforge.planning.inputs import memory_size
 from loongforge.planning.measured import own_rows
-from loongforge.planning.predict import FITTED, TORCH, Layer, Work, peak_bytes, rates_of, unfused_peaks
+from loongforge.planning.predict import FITTED, TORCH, Layer, Work, has_tiles, peak_bytes, rates_of, unfused_peaks
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs/benchmarks/h200/results.json"
@@ -32,6 +32,26 @@ def layer(tokens=8192, hidden=4096, vocab=32000, dtype=torch.bfloat16, **more):
 def test_prediction_is_what_was_measured(row):
     assert row.peak_bytes / 2**20 == pytest.approx(row.peak_mib, rel=0.05)
     assert FITTED.milliseconds(row.work) == pytest.approx(row.step_ms, rel=0.10)
+
+
+SHARDED = {
+    (shape["name"], line["variant"]): (shape, line)
+    for shape in json.loads((ROOT / "docs/benchmarks/h200-x2/results.json").read_text())["shapes"]
+    for line in shape["results"]
+}
+
+
+@pytest.mark.parametrize("name", SHARDED, ids=" ".join)
+def test_prediction_for_a_shard_is_what_was_measured_on_two_gpus(name):
+    shape, line = SHARDED[name]
+    assert line["variant"].endswith((", all kept", ", none kept"))
+    budget = "all" if line["variant"].endswith("all kept") else 0
+    rank = HeadShape.of_sizes(shape["tokens"], shape["hidden"], shape["vocab"] // 2)
+    asked = Layer(rank, torch.bfloat16, "none", 2, sequence_parallel="SP" in line["variant"])
+    plan = asked.plan(budget)
+    assert peak_bytes(asked, plan) / 2**20 == pytest.approx(line["peak_mib"], rel=0.01)
+    predicted = FITTED.milliseconds(Work.of(plan, has_tiles(DEVICES[MEASURED])))
+    assert predicted == pytest.approx(line["silent_ms"], rel=0.10), "without collectives"
 
 
 def test_every_setting_was_measured():
