@@ -71,7 +71,12 @@ def pages_with(language: str) -> list[Path]:
 def parameters(pages: list[Path]) -> list:
     absent = importlib.util.find_spec("megatron") is None
     skip = pytest.mark.skipif(absent, reason="needs megatron-core (loongforge[megatron])")
-    return [pytest.param(page, id=name_of(page), marks=skip if uses_megatron(page) else ()) for page in pages]
+    hub = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs loongforge[transformers]")
+
+    def marks(page: Path) -> tuple:
+        return (*([skip] if uses_megatron(page) else []), *([hub] if page.stem == "transformers" else []))
+
+    return [pytest.param(page, id=name_of(page), marks=marks(page)) for page in pages]
 
 
 def environment() -> dict[str, str]:
