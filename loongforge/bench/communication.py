@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -55,9 +55,53 @@ def not_overlapped() -> Iterator[None]:
         yield
 
 
-def modes(all_TH: torch.Tensor) -> dict[str, Callable]:
-    """How a step is run: as it is, without its overlap, without its collectives."""
-    return {"": nullcontext, " in series": not_overlapped, " without": lambda: left_out(all_TH)}
+@contextmanager
+def begun_first() -> Iterator[None]:
+    """A pause on the computing stream after each start, so that the collective has its multiprocessors first."""
+    gather, reduce = VocabParallel.gather_tokens, VocabParallel.reduce_grad_hidden
+
+    def pausing(start: Callable) -> Callable:
+        def call(parallel: VocabParallel, operand: torch.Tensor) -> Tokens | Pending:
+            started = start(parallel, operand)
+            if operand.is_cuda:
+                torch.cuda._sleep(PAUSE_CYCLES)
+            return started
+
+        return call
+
+    with (
+        mock.patch.object(VocabParallel, "gather_tokens", pausing(gather)),
+        mock.patch.object(VocabParallel, "reduce_grad_hidden", pausing(reduce)),
+    ):
+        yield
+
+
+PAUSE_CYCLES = 20_000
+"""About 10 microseconds."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step is run."""
+
+    name: str
+    context: Callable[[], AbstractContextManager]
+    high_priority: bool = False  # the group's own stream
+
+
+AS_IT_IS = Mode("", nullcontext)
+
+
+def modes(all_TH: torch.Tensor) -> tuple[Mode, ...]:
+    """As it is, without its overlap, without its collectives, and two ways to favour the collectives."""
+    return (
+        AS_IT_IS,
+        Mode(" in series", not_overlapped),
+        Mode(" without", lambda: left_out(all_TH)),
+        Mode(" begun first", begun_first),
+        Mode(" high priority", nullcontext, high_priority=True),
+        Mode(" both", begun_first, high_priority=True),
+    )
 
 
 @dataclass(frozen=True)

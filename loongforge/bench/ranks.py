@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ class World:
     """This process among those that share the head."""
 
     group: dist.ProcessGroup
+    high_priority_group: dist.ProcessGroup  # the same ranks; under NCCL on a stream of high priority
     rank: int
     size: int
     device: torch.device
@@ -42,7 +42,8 @@ class World:
         gpu = {"backend": "nccl", "device_id": place}
         dist.init_process_group(timeout=timedelta(seconds=120), **(gpu if kind == "cuda" else {"backend": "gloo"}))
         assert dist.group.WORLD is not None
-        return cls(dist.group.WORLD, dist.get_rank(), size, place)
+        favoured = dist.new_group(pg_options=_high_priority() if kind == "cuda" else None)
+        return cls(dist.group.WORLD, favoured, dist.get_rank(), size, place)
 
     def slowest(self, values: list[float]) -> list[float]:
         """Elementwise maximum over the ranks."""
@@ -58,21 +59,31 @@ class World:
             call()
             return 1e3 * (time.perf_counter() - start)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        lead()
-        dist.all_reduce(torch.ones(1, device=self.device))  # the GPUs begin together, not the hosts
+        self.begin_together(lead)
         begin.record()
         call()
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end)
 
+    def begin_together(self, lead: Callable[[], object]) -> None:
+        """What follows begins on all GPUs at one moment, long after the hosts have enqueued it."""
+        torch.cuda.synchronize()
+        lead()
+        dist.all_reduce(torch.ones(1, device=self.device))
+
     def interleaved(
         self, calls: dict[str, Callable[[], object]], rounds: int, lead: Callable[[], object]
-    ) -> dict[str, float]:
-        """Milliseconds of each call: median over rounds of the slowest rank's."""
+    ) -> dict[str, list[float]]:
+        """Milliseconds of each call, the slowest rank's: one number a round."""
         for call in (*calls.values(), *calls.values()):
             call()
         samples = [self.time_ms(call, lead) for _ in range(rounds) for call in calls.values()]
         slowest, step = self.slowest(samples), len(calls)
-        return {name: statistics.median(slowest[place::step]) for place, name in enumerate(calls)}
+        return {name: slowest[place::step] for place, name in enumerate(calls)}
+
+
+def _high_priority() -> dist.ProcessGroupNCCL.Options:
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options

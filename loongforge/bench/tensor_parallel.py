@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from loongforge import linear_cross_entropy
-from loongforge.bench.communication import Collective, Overlap, collective, modes, overlaps
+from loongforge.bench.communication import AS_IT_IS, Collective, Mode, Overlap, collective, modes, overlaps
 from loongforge.bench.measure import float32_truth, relative_error, release, three_products
 from loongforge.bench.ranks import World
 from loongforge.bench.run import describe
@@ -75,7 +75,7 @@ class Head:
         """The leaf that goes in."""
         return self.local_hidden if variant.sequence_parallel else self.all_hidden
 
-    def forward(self, variant: Variant) -> torch.Tensor:
+    def forward(self, variant: Variant, mode: Mode = AS_IT_IS) -> torch.Tensor:
         """Loss per token of all tokens."""
         self.drop_gradients()
         return linear_cross_entropy(
@@ -83,15 +83,15 @@ class Head:
             self.rows,
             self.target_T,
             reduction="none",
-            tp_group=self.world.group,
+            tp_group=self.world.high_priority_group if mode.high_priority else self.world.group,
             sequence_parallel=variant.sequence_parallel,
             logits_budget_mb=variant.budget_mb,
         )
 
-    def step(self, variant: Variant, mode: Callable[[], AbstractContextManager]) -> torch.Tensor:
+    def step(self, variant: Variant, mode: Mode = AS_IT_IS) -> torch.Tensor:
         """Forward and backward."""
-        with mode():
-            loss_T = self.forward(variant)
+        with mode.context():
+            loss_T = self.forward(variant, mode)
             loss_T.backward(self.upstream_T)
         return loss_T.detach()
 
@@ -110,7 +110,7 @@ class Head:
         alone = {budget: self._alone(truth, budget) for budget in dict.fromkeys(v.budget_mb for v in VARIANTS)}
         results = {}
         for variant in VARIANTS:
-            loss_T = self.step(variant, modes(self.hidden_TH)[""])
+            loss_T = self.step(variant)
             grad_hidden = self._part(truth[1]) if variant.sequence_parallel else truth[1]
             mine = (truth[0], grad_hidden, self._part(truth[2]))
             found = self._against(mine, loss_T, self.hidden(variant).grad, self.rows.grad)
@@ -129,7 +129,7 @@ class Head:
 
     def _repeats(self, variant: Variant, loss_T: torch.Tensor) -> bool:
         first = (loss_T, self.hidden(variant).grad, self.rows.grad)
-        second = (self.step(variant, modes(self.hidden_TH)[""]), self.hidden(variant).grad, self.rows.grad)
+        second = (self.step(variant), self.hidden(variant).grad, self.rows.grad)
         same = all(torch.equal(*pair) for pair in zip(first, second, strict=True))
         return not self.world.slowest([float(not same)])[0]
 
@@ -170,34 +170,36 @@ class Head:
     def _like_hidden(self) -> torch.Tensor:
         return torch.zeros_like(self.hidden_TH)
 
-    def profile(self, variant: Variant) -> list[Overlap]:
-        """Communication kernels of one step and what ran beside them."""
+    def profile(self, variant: Variant, lead: Callable[[], object]) -> list[Overlap]:
+        """Communication kernels of one step and what ran beside them, each on the rank that waited least in it."""
         if self.world.device.type != "cuda":
             return []
-        mode = modes(self.hidden_TH)[""]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(2):  # the first finds the profiler starting
                 dist.barrier()
-                self.step(variant, mode)
+                self.world.begin_together(lead)
+                self.step(variant)
             torch.cuda.synchronize()
-        return overlaps(profile)[-len(self.collectives(variant)) :]
+        mine = overlaps(profile)[-len(self.collectives(variant)) :]
+        of_ranks: list[list[Overlap]] = [[] for _ in range(self.world.size)]
+        dist.all_gather_object(of_ranks, mine)
+        return [min(same, key=lambda kernel: kernel.time_us) for same in zip(*of_ranks, strict=True)]
 
     def replay(self, variant: Variant) -> str:
         """A captured step, replayed, against the eager one, which must not wait for the host either."""
         if self.world.device.type != "cuda":
             return "no GPU, nothing to capture"
-        mode = modes(self.hidden_TH)[""]
-        eager = (self.step(variant, mode), self.hidden(variant).grad, self.rows.grad)
+        eager = (self.step(variant), self.hidden(variant).grad, self.rows.grad)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(aside):
-            self.step(variant, mode)
+            self.step(variant)
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            loss_T = self.step(variant, mode)
+            loss_T = self.step(variant)
         graph.replay()
         torch.cuda.synchronize()
         replayed = (loss_T, self.hidden(variant).grad, self.rows.grad)
@@ -221,20 +223,30 @@ def measure(shape: HeadShape, world: World, dtype: torch.dtype, rounds: int) -> 
     lead = three_products(head.hidden_TH[: max(1, shape.tokens // 8)], head.rows.detach())
     calls: dict[str, Callable[[], object]] = {"floor": three_products(head.hidden_TH, head.rows.detach())}
     for variant in VARIANTS:
-        for suffix, mode in modes(head.hidden_TH).items():
-            calls[variant.name + suffix] = lambda variant=variant, mode=mode: head.step(variant, mode)
+        for mode in modes(head.hidden_TH):
+            calls[variant.name + mode.name] = lambda variant=variant, mode=mode: head.step(variant, mode)
         parts = list(head.collectives(variant).values())
         calls[variant.name + " alone"] = lambda parts=parts: [part.call() for part in parts]
     times = world.interleaved(calls, rounds, lead)
     calls.clear()
     for variant, result in results.items():
-        result.step_ms, result.series_ms, result.silent_ms, result.collectives_ms = (
-            times[variant.name + suffix] for suffix in ("", " in series", " without", " alone")
-        )
-        result.floor_ms = times["floor"]
+        result.floor_ms = statistics.median(times["floor"])
+        _fill(result, {name.removeprefix(variant.name): ms for name, ms in times.items()})
         result.peak_mib, result.held_mib = head.memory_mib(variant)
-        result.kernels = head.profile(variant)
+        result.kernels = head.profile(variant, lead)
     return list(results.values())
+
+
+def _fill(result: Result, times: dict[str, list[float]]) -> None:
+    """Medians, and what communication exposes within a round: between rounds clocks drift by more than that."""
+    for field, mode in (
+        ("step_ms", ""), ("series_ms", " in series"), ("silent_ms", " without"), ("collectives_ms", " alone"),
+        ("begun_first_ms", " begun first"), ("high_priority_ms", " high priority"), ("both_ms", " both"),
+    ):  # fmt: skip
+        setattr(result, field, statistics.median(times[mode]))
+    exposed = [step - silent for step, silent in zip(times[""], times[" without"], strict=True)]
+    low, result.exposed_ms, high = statistics.quantiles(exposed, n=4, method="inclusive")
+    result.exposed_spread_ms = (high - low) / 2
 
 
 def measure_links(world: World, rounds: int) -> list[dict[str, float | str]]:
@@ -253,14 +265,14 @@ def measure_links(world: World, rounds: int) -> list[dict[str, float | str]]:
     )
     return [
         {"collective": part.name, "bytes": part.num_bytes, "ms": ms, "gb_per_s": part.sent_bytes / ms / 1e6}
-        for part, ms in zip(parts, times.values(), strict=True)
+        for part, ms in zip(parts, map(statistics.median, times.values()), strict=True)
     ]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"default: {' '.join(SHAPES)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs where there are any")
-    parser.add_argument("--rounds", type=positive, default=15, help="rounds, over which medians are taken")
+    parser.add_argument("--rounds", type=positive, default=15, help="rounds, over which medians are taken; at least 2")
     parser.add_argument("--graphs", action="store_true", help="also capture a step of each variant and replay it")
     parser.add_argument("--output-dir", type=Path, help="folder for results.json and table.txt; default: print only")
 
@@ -268,6 +280,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Check, measure, print on rank 0, write."""
     shapes = [parse_shape(text) for text in options.shapes or SHAPES]
+    if options.rounds < 2:
+        raise UsageError("--rounds must be at least 2: differences between variants need a spread")
     world = World.join(options.device)
     dtype = torch.bfloat16
     try:

@@ -19,9 +19,12 @@ COLUMNS = (
     ("/floor", lambda r: f"{r.ratio:.3f}"),
     ("in series", lambda r: f"{r.series_ms:.2f}"),
     ("without", lambda r: f"{r.silent_ms:.2f}"),
-    ("exposed", lambda r: f"{r.exposed_ms:.3f}"),
+    ("exposed", lambda r: f"{r.exposed_ms:.3f} +- {r.exposed_spread_ms:.3f}"),
     ("alone", lambda r: f"{r.collectives_ms:.3f}"),
     ("hidden", lambda r: f"{r.hidden_share:.0%}"),
+    ("begun first", lambda r: f"{r.begun_first_ms:.2f}"),
+    ("high priority", lambda r: f"{r.high_priority_ms:.2f}"),
+    ("both", lambda r: f"{r.both_ms:.2f}"),
     ("peak MiB", lambda r: f"{r.peak_mib:.0f}"),
     ("held MiB", lambda r: f"{r.held_mib:.0f}"),
     ("repeats", lambda r: "yes" if r.repeats else "no"),
@@ -31,7 +34,9 @@ COLUMNS = (
 )
 LEGEND = """\
 ms: forward + backward; /floor: over the three products of one rank; in series: every collective waited for at once;
-without: no collectives; exposed: ms - without; alone: the collectives by themselves; hidden: 1 - exposed / alone;
+without: no collectives; exposed: ms - without, median and half the interquartile distance over the rounds;
+alone: the collectives by themselves; hidden: 1 - exposed / alone; begun first: a pause of 10 us after each start;
+high priority: the group has a stream of high priority; both: those two;
 peak and held (between forward and backward) above the inputs; repeats: a second step has the same bits;
 loss, grad_hidden, grad_weight: relative norms of their errors against float32, the worst rank's."""
 
@@ -44,10 +49,15 @@ class Result:
     errors: dict[str, float]
     single_errors: dict[str, float]  # of the same operation on one GPU
     repeats: bool  # a second step has the same bits
-    step_ms: float = math.nan
+    step_ms: float = math.nan  # medians, as all times
     floor_ms: float = math.nan  # the three products of this rank
     series_ms: float = math.nan  # every collective waited for where it starts
     silent_ms: float = math.nan  # without collectives
+    exposed_ms: float = math.nan  # what communication adds: median of the differences within a round
+    exposed_spread_ms: float = math.nan  # half the distance between their quartiles
+    begun_first_ms: float = math.nan  # with a pause after each start
+    high_priority_ms: float = math.nan  # on a stream of high priority
+    both_ms: float = math.nan
     collectives_ms: float = math.nan  # each alone, added up
     peak_mib: float = math.nan  # above the inputs, both gradients included
     held_mib: float = math.nan  # between forward and backward
@@ -57,11 +67,6 @@ class Result:
     def ratio(self) -> float:
         """Forward plus backward over the three products of the rank."""
         return self.step_ms / self.floor_ms
-
-    @property
-    def exposed_ms(self) -> float:
-        """What communication adds to the step."""
-        return self.step_ms - self.silent_ms
 
     @property
     def hidden_share(self) -> float:
@@ -116,7 +121,7 @@ def report(
 
 
 def _line(result: Result) -> dict[str, Any]:
-    derived = {name: getattr(result, name) for name in ("ratio", "exposed_ms", "hidden_share")}
+    derived = {name: getattr(result, name) for name in ("ratio", "hidden_share")}
     return asdict(result) | derived
 
 
