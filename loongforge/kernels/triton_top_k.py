@@ -109,6 +109,7 @@ def fold_top_k(
             logits_TC, values_TK, classes_TK,
             logits_TC.stride(0), num_classes, first_class, k, _bits(factor), _bits(softcap),
             TRANSFORM=mode, **top_k_meta(k, _warp_size(logits_TC.device)),
+            enable_fp_fusion=True,  # whatever this Triton's default
         )  # fmt: skip
 
 
