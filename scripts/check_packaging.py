@@ -40,7 +40,17 @@ IMPORTS = {
     "dev": ("build", "hypothesis", "mypy", "pytest", "pytest_timeout", "xdist"),
     "all": ("triton", "flydsl", "megatron.core", "yaml", "tokenizers", "matplotlib"),
 }
-OPTIONAL = ("triton", "flydsl", "megatron", "transformer_engine", "tokenizers", "tensorboard", "matplotlib", "mkdocs")
+OPTIONAL = (
+    "triton",
+    "flydsl",
+    "megatron",
+    "transformer_engine",
+    "tokenizers",
+    "tensorboard",
+    "matplotlib",
+    "mkdocs",
+    "peft",
+)
 
 PROBE = """
 import importlib, importlib.util, json, pkgutil
