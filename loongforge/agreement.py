@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from loongforge import env
+from loongforge import checks, env
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel, all_gather
 
@@ -66,12 +66,11 @@ def _differences(
 
 def _is_recorded() -> bool:
     """While a CUDA graph or ``torch.compile`` records, nothing can be read on the host."""
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if capturing and env.check_ranks():
-        raise RuntimeError(
-            "LCE_CHECK_RANKS=1 synchronises with the host and cannot run under CUDA graph capture: unset it"
-        )
-    return capturing or torch.compiler.is_compiling()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if env.check_ranks():
+            checks.refuse_under_graph_capture("LCE_CHECK_RANKS=1", torch.device("cuda"))
+        return True
+    return torch.compiler.is_compiling()
 
 
 def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:

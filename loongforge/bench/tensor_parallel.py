@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -128,10 +129,14 @@ class Head:
         return self._against(truth, loss_T.detach(), hidden.grad, weight.grad)
 
     def _repeats(self, variant: Variant, loss_T: torch.Tensor) -> bool:
-        first = (loss_T, self.hidden(variant).grad, self.rows.grad)
-        second = (self.step(variant), self.hidden(variant).grad, self.rows.grad)
-        same = all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+        first = self._left_behind(variant, loss_T)
+        same = _same_bits(first, self._left_behind(variant, self.step(variant)))
         return not self.world.slowest([float(not same)])[0]
+
+    def _left_behind(self, variant: Variant, loss_T: torch.Tensor) -> list[torch.Tensor]:
+        """Results of a step; the next one makes new tensors."""
+        grads = (self.hidden(variant).grad, self.rows.grad)
+        return [loss_T, *(grad for grad in grads if grad is not None)]
 
     def _against(self, truth, *actual) -> dict[str, float]:
         errors = [relative_error(*pair) for pair in zip(actual, truth, strict=True)]
@@ -189,7 +194,7 @@ class Head:
         """A captured step, replayed, against the eager one, which must not wait for the host either."""
         if self.world.device.type != "cuda":
             return "no GPU, nothing to capture"
-        eager = (self.step(variant), self.hidden(variant).grad, self.rows.grad)
+        eager = self._left_behind(variant, self.step(variant))
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_sync_debug_mode("error")
@@ -202,10 +207,13 @@ class Head:
             loss_T = self.step(variant)
         graph.replay()
         torch.cuda.synchronize()
-        replayed = (loss_T, self.hidden(variant).grad, self.rows.grad)
-        same = all(torch.equal(*pair) for pair in zip(eager, replayed, strict=True))
+        same = _same_bits(eager, self._left_behind(variant, loss_T))
         self.drop_gradients()
         return f"no synchronisation; replayed from a CUDA graph with {'the same' if same else 'OTHER'} bits"
+
+
+def _same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == 3 and all(map(torch.equal, first, second))
 
 
 def _require_close(variant: Variant, found: dict[str, float], single: dict[str, float]) -> None:
@@ -224,9 +232,8 @@ def measure(shape: HeadShape, world: World, dtype: torch.dtype, rounds: int) -> 
     calls: dict[str, Callable[[], object]] = {"floor": three_products(head.hidden_TH, head.rows.detach())}
     for variant in VARIANTS:
         for mode in modes(head.hidden_TH):
-            calls[variant.name + mode.name] = lambda variant=variant, mode=mode: head.step(variant, mode)
-        parts = list(head.collectives(variant).values())
-        calls[variant.name + " alone"] = lambda parts=parts: [part.call() for part in parts]
+            calls[variant.name + mode.name] = partial(head.step, variant, mode)
+        calls[variant.name + " alone"] = partial(_one_after_another, list(head.collectives(variant).values()))
     times = world.interleaved(calls, rounds, lead)
     calls.clear()
     for variant, result in results.items():
@@ -235,6 +242,11 @@ def measure(shape: HeadShape, world: World, dtype: torch.dtype, rounds: int) -> 
         result.peak_mib, result.held_mib = head.memory_mib(variant)
         result.kernels = head.profile(variant, lead)
     return list(results.values())
+
+
+def _one_after_another(collectives: list[Collective]) -> None:
+    for one in collectives:
+        one.call()
 
 
 def _fill(result: Result, times: dict[str, list[float]]) -> None:
