@@ -262,8 +262,7 @@ def test_largest_of_ties_zeros_and_infinities(monkeypatch):
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter sorts 1024 keys in minutes; the small cases run there")
 @pytest.mark.parametrize("k", (1, 7, 128))
-def test_largest_of_wide_rows(k, monkeypatch):
-    monkeypatch.undo()
+def test_largest_of_wide_rows(k):
     for dtype in (torch.bfloat16, torch.float32):
         check_top_k(random_logits(64, 50001, dtype), k, 20000, IDENTITY, None)
 
@@ -324,4 +323,4 @@ def test_the_functions_on_these_kernels(budget, monkeypatch):
     right = results()
     monkeypatch.setattr("loongforge.call.row_kernels", lambda *arguments: KERNELS)
     for mine, expected in zip(results(), right, strict=True):
-        assert_close(mine, expected, 2e-6)
+        assert_close(mine, expected, 1e-5)
