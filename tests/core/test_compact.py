@@ -222,6 +222,21 @@ def test_a_loss_mask_is_ignore_index():
             assert_equal(gradients_of(loss, ours.tensors), expected, 1e-14)
 
 
+@pytest.mark.parametrize("value", (torch.inf, torch.nan))
+def test_the_weight_of_an_ignored_token_does_not_matter(value):
+    inputs = make_inputs(dtype=torch.float64).leaves()
+    weights = torch.rand(37, dtype=torch.float64)
+    results = []
+    for weight in (0.5, value):
+        weights[inputs.target == -100] = weight
+        given = weights.clone().requires_grad_()
+        for reduction in ("none", "mean", "sum"):
+            loss = linear_cross_entropy(*inputs.tensors, inputs.target, token_weight=given, reduction=reduction)
+            results.append(gradients_of(loss, (*inputs.tensors, given)))
+    for finite, other in zip(results[:3], results[3:], strict=True):
+        assert_equal(other, finite, 1e-14)
+
+
 def test_gradient_of_the_weights():
     inputs = make_inputs(dtype=torch.float64).leaves()
     weights = torch.randn(37, dtype=torch.float64, requires_grad=True)

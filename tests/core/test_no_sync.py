@@ -50,6 +50,7 @@ class Forbidden(TorchDispatchMode):
         {"label_smoothing": 0.1, "label_smoothing_formula": "megatron", "z_loss_weight": 0.1},
         {"vocab_size": 90, "softcap": 5.0, "logit_scale": 0.5},
         {"class_weight": torch.ones(101), "label_smoothing": 0.1},
+        {"token_weight": torch.arange(37) % 3, "compact_tokens": 20, "fp32_logits": True},
     ),
     ids=str,
 )
