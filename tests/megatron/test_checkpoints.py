@@ -12,25 +12,26 @@ import pytest
 from tests.megatron.launching import HERE, environment
 from tests.megatron.matrix import INSTALLED
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def start(version: str, folder: Path, what: str, loss: str, tp: int) -> dict:
     """Loss of the first batch and the names in the checkpoint, equal on all ranks."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(HERE / "checkpoint_worker.py"), str(folder), what, loss, str(tp)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**environment(version), "RANK": str(rank), "WORLD_SIZE": str(tp)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(tp)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * tp, "\n".join(outputs)[-4000:]
+    logs = [folder.with_name(f"{folder.name}.{what}.{rank}") for rank in range(tp)]
+    processes = []
+    for rank, log in enumerate(logs):
+        variables = {**environment(version), "RANK": str(rank), "WORLD_SIZE": str(tp)}
+        with log.open("w") as output:
+            processes.append(subprocess.Popen(command, env=variables, stdout=output, stderr=output))
+    try:
+        statuses = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    outputs = [log.read_text() for log in logs]
+    assert statuses == [0] * tp, "\n".join(outputs)[-4000:]
     results = [
         json.loads(line.removeprefix("RESULT "))
         for output in outputs
