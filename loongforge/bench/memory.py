@@ -22,13 +22,15 @@ from loongforge.errors import UsageError
 UNFUSED = {
     peer.name: peer for peer in PEERS if peer.name in ("torch eager fp32 loss", "torch eager", "megatron unfused")
 }
+SUM_HIDDEN = "gradient of hidden, float32 sum"
+REST = "one chunk, and the rest"
 KINDS = (
     "gradient of weight",
     "gradient of hidden",
-    "gradient of hidden, float32 sum",
+    SUM_HIDDEN,
     "logits or their gradient",
-    "the same in float32",
-    "one chunk, and the rest",
+    "logits or their gradient in float32",
+    REST,
 )
 NEGLIGIBLE = 1e-3
 """Blocks below this share of the peak are left out of the file."""
@@ -75,7 +77,7 @@ def record_all(
 ) -> dict[str, Any]:
     """Plain data: where it was recorded, and per contender its blocks, each checked against the truth first."""
     problem = make_problem(shape, device, dtype)
-    timelines = [{"name": _title(one)} | _plain(_record(one, problem), shape, dtype) for one in contenders]
+    timelines = [{"name": _title(one)} | _plain(_record(one, problem)) for one in contenders]
     sizes = {"tokens": shape.tokens, "hidden": shape.hidden, "vocab": shape.vocab}
     return {"environment": describe(device, dtype), "shape": sizes, "timelines": timelines}
 
@@ -100,10 +102,9 @@ def _record(contender: Contender, problem: Problem) -> Timeline:
     return record(problem.hidden_TH.device, step.forward, step.backward)
 
 
-def _plain(timeline: Timeline, shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
+def _plain(timeline: Timeline) -> dict[str, Any]:
     blocks = [
         {
-            "kind": kind_of(block.num_bytes, shape, dtype.itemsize),
             "bytes": block.num_bytes,
             "start_ms": round(block.start_ms, 4),
             "stop_ms": None if block.stop_ms is None else round(block.stop_ms, 4),
@@ -119,8 +120,17 @@ def _plain(timeline: Timeline, shape: HeadShape, dtype: torch.dtype) -> dict[str
     }
 
 
+def kinds_of(entry: dict[str, Any], shape: HeadShape, itemsize: int) -> list[str]:
+    """What each block holds, by its size.  A chunk may be as large as the float32 sum, which outlives it."""
+    kinds = [kind_of(block["bytes"], shape, itemsize) for block in entry["blocks"]]
+    sums = [number for number, kind in enumerate(kinds) if kind == SUM_HIDDEN]
+    for number in sorted(sums, key=lambda number: entry["blocks"][number]["stop_ms"] or entry["end_ms"])[:-1]:
+        kinds[number] = REST
+    return kinds
+
+
 def kind_of(num_bytes: int, shape: HeadShape, itemsize: int) -> str:
-    """What an allocation of this size holds; kept logits are cut at whole vocabulary rows."""
+    """What an allocation of this size holds."""
     logits, hidden = shape.tokens * shape.vocab, shape.tokens * shape.hidden
     exact = {
         shape.vocab * shape.hidden * itemsize: "gradient of weight",
@@ -128,9 +138,9 @@ def kind_of(num_bytes: int, shape: HeadShape, itemsize: int) -> str:
         logits * itemsize: "logits or their gradient",
     }
     if itemsize < 4:
-        exact[hidden * 4] = "gradient of hidden, float32 sum"
-        exact[logits * 4] = "the same in float32"
-    return exact.get(num_bytes, "one chunk, and the rest")
+        exact[hidden * 4] = SUM_HIDDEN
+        exact[logits * 4] = "logits or their gradient in float32"
+    return exact.get(num_bytes, REST)
 
 
 def _draw_file(data_file: Path) -> str:
@@ -153,33 +163,34 @@ def _require_matplotlib(picture: Path) -> None:
 
 
 def draw(picture: Path, recorded: dict[str, Any]) -> None:
-    """One panel a loss on a common scale of memory: what is alive, stacked by kind."""
+    """One panel a loss on common scales of memory and time: what is alive, stacked by kind."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     timelines = recorded["timelines"]
     figure = Figure(figsize=(4.3 * len(timelines), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(timelines), sharex=True, sharey=True, squeeze=False)[0]
     top = max(entry["peak_mib"] for entry in timelines)
     colors = dict(zip(KINDS, ("#4c78a8", "#72b7b2", "#a5d6d3", "#e45756", "#f2a29b", "#b0b0b0"), strict=True))
+    environment, shape = recorded["environment"], HeadShape.of_sizes(**recorded["shape"])
     areas: dict[str, Any] = {}
     for axes, entry in zip(panels, timelines, strict=True):
-        for kind, area in _draw_panel(axes, entry, colors, top).items():
+        kinds = kinds_of(entry, shape, getattr(torch, environment["dtype"]).itemsize)
+        for kind, area in _draw_panel(axes, entry, kinds, colors, top).items():
             areas.setdefault(kind, area)
-    panels[0].set_ylabel("MiB above the inputs")
-    sizes, environment = recorded["shape"], recorded["environment"]
-    figure.suptitle(
-        f"T={sizes['tokens']} H={sizes['hidden']} V={sizes['vocab']}, {environment['dtype']}, {environment['device']}"
-    )
+    panels[0].set(ylabel="MiB above the inputs", xlim=(0, max(entry["end_ms"] for entry in timelines)))
+    figure.suptitle(f"{shape}, {environment['dtype']}, {environment['device']}")
     present = [kind for kind in colors if kind in areas]
     figure.legend([areas[kind] for kind in present], present, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(picture, dpi=130)
 
 
-def _draw_panel(axes: Any, entry: dict[str, Any], colors: dict[str, str], top: float) -> dict[str, Any]:
+def _draw_panel(
+    axes: Any, entry: dict[str, Any], kinds: Sequence[str], colors: dict[str, str], top: float
+) -> dict[str, Any]:
     """Fill one panel; returns the area of each kind that is in it."""
-    times, heights = stack(entry)
+    times, heights = stack(entry, kinds)
     areas, floor = {}, [0.0] * len(times)
     for kind, color in colors.items():
         if max(heights[kind]) < 0.002 * top:
@@ -192,18 +203,21 @@ def _draw_panel(axes: Any, entry: dict[str, Any], colors: dict[str, str], top: f
     for start, stop, word in ((0, middle, "forward"), (middle, end, "backward")):
         if stop - start > 0.15 * end:
             axes.text((start + stop) / 2, 1.1 * top, word, ha="center", va="top", color="0.35", fontsize=9)
+    axes.axvline(end, color="0.25", linewidth=0.9, linestyle=":")
     axes.axhline(entry["peak_mib"], color="0.25", linewidth=0.8, linestyle="--")
     axes.set_title(f"{entry['name']}\npeak {entry['peak_mib']:,.0f} MiB", fontsize=11)
-    axes.set(xlabel="ms", xlim=(0, end), ylim=(0, 1.12 * top))
+    axes.set(xlabel="ms", ylim=(0, 1.12 * top))
     axes.spines[["top", "right"]].set_visible(False)
     return areas
 
 
-def stack(entry: dict[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
+def stack(entry: dict[str, Any], kinds: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:
     """Moments at which something changes, and MiB of each kind from each moment on."""
-    changes = [(block["start_ms"], block["kind"], block["bytes"] / 2**20) for block in entry["blocks"]]
-    released = [block for block in entry["blocks"] if block["stop_ms"] is not None]
-    changes += [(block["stop_ms"], block["kind"], -block["bytes"] / 2**20) for block in released]
+    changes = []
+    for block, kind in zip(entry["blocks"], kinds, strict=True):
+        changes.append((block["start_ms"], kind, block["bytes"] / 2**20))
+        if block["stop_ms"] is not None:
+            changes.append((block["stop_ms"], kind, -block["bytes"] / 2**20))
     times, live = [0.0], dict.fromkeys(KINDS, 0.0)
     heights = {kind: [0.0] for kind in KINDS}
     for time, kind, change in sorted(changes):

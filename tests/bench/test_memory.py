@@ -73,7 +73,7 @@ def test_each_size_has_its_kind():
         (6 * 10 * 2, "gradient of hidden"),
         (6 * 10 * 4, "gradient of hidden, float32 sum"),
         (6 * 100 * 2, "logits or their gradient"),
-        (6 * 100 * 4, "the same in float32"),
+        (6 * 100 * 4, "logits or their gradient in float32"),
         (77, "one chunk, and the rest"),
     ):
         assert memory.kind_of(num_bytes, shape, 2) == kind
@@ -81,13 +81,21 @@ def test_each_size_has_its_kind():
     assert {memory.kind_of(n, shape, 2) for n in range(3000)} == set(memory.KINDS)
 
 
+def test_a_chunk_as_large_as_the_float32_sum_is_told_from_it():
+    spans = ((1.0, 9.0), (2.0, 8.0), (0.0, 3.0))  # the sum is rounded after the last chunk
+    blocks = [{"bytes": 6 * 10 * 4, "start_ms": start, "stop_ms": stop} for start, stop in spans]
+    kinds = memory.kinds_of({"blocks": blocks, "end_ms": 9.5}, HeadShape("s", 6, 10, 100), 2)
+    assert kinds == [memory.SUM_HIDDEN, memory.REST, memory.REST]
+
+
 def test_stack_adds_up():
     blocks = [
-        {"kind": memory.KINDS[0], "bytes": 2**20, "start_ms": 1.0, "stop_ms": None},
-        {"kind": memory.KINDS[3], "bytes": 2**21, "start_ms": 1.0, "stop_ms": 2.0},
-        {"kind": memory.KINDS[3], "bytes": 2**22, "start_ms": 2.0, "stop_ms": 3.0},
+        {"bytes": 2**20, "start_ms": 1.0, "stop_ms": None},
+        {"bytes": 2**21, "start_ms": 1.0, "stop_ms": 2.0},
+        {"bytes": 2**22, "start_ms": 2.0, "stop_ms": 3.0},
     ]
-    times, heights = memory.stack({"end_ms": 4.0, "blocks": blocks})
+    kinds = [memory.KINDS[number] for number in (0, 3, 3)]
+    times, heights = memory.stack({"end_ms": 4.0, "blocks": blocks}, kinds)
     assert times == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert heights[memory.KINDS[0]] == [0, 1, 1, 1, 1] and heights[memory.KINDS[3]] == [0, 2, 4, 0, 0]
 
@@ -102,8 +110,8 @@ def test_unfused_beside_fused(tmp_path, capsys):
     assert recomputed["peak_mib"] < logits < kept["peak_mib"]
     names = [entry["name"] for entry in (unfused, recomputed, kept)]
     assert names == ["unfused: torch eager fp32 loss", "loongforge, nothing kept", "loongforge, all logits kept"]
-    whole = {entry["name"]: [b for b in entry["blocks"] if b["kind"].startswith("logits")] for entry in (unfused, kept)}
-    assert len(whole[names[0]]) == 4 and len(whole[names[2]]) == 1
+    whole = [sum(block["bytes"] == 512 * 9001 * 4 for block in entry["blocks"]) for entry in (unfused, kept)]
+    assert whole == [4, 1]
     for entry in (unfused, recomputed, kept):
         final = [b["bytes"] / 2**20 for b in entry["blocks"] if b["stop_ms"] is None]
         assert grad_weight in final, "the weight gradient outlives backward"
