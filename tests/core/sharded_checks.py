@@ -14,11 +14,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 
 from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy
+from loongforge.kernels.reference import reference_loss
 from tests.core.worlds import registry
 from tests.helpers import loss_and_gradients, make_inputs, oracle, relative, upstream
 
 CHECKS, check = registry()
-TOKENS, HIDDEN, VOCAB = 12, 16, 50
+TOKENS, HIDDEN, VOCAB = 12, 16, 52
 
 
 class Model(nn.Module):
@@ -162,6 +163,40 @@ def a_tensor_parallel_plan(world):
     assert relative(ours, theirs.to_local()) < 1e-12
 
 
+class ParallelHead(nn.Module):
+    """An output layer of a tensor-parallel plan, with its loss."""
+
+    def __init__(self, weight: DTensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, hidden, labels):
+        hidden = DTensor.from_local(hidden, self.weight.device_mesh, [Replicate()])
+        return linear_cross_entropy(hidden, self.weight, labels)
+
+
+@check
+def fsdp2_times_tensor_parallel(world):
+    """Rows over one dimension of the mesh, and each rank's rows over the other, where every rank has other tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batches = [make_inputs(TOKENS, HIDDEN, 2 * VOCAB, torch.float64, seed=replica) for replica in range(2)]
+    weight, mine = batches[0].weight, batches[mesh.get_local_rank("dp")]
+    head = ParallelHead(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+    fully_shard(head, mesh=mesh["dp"])
+    hidden = mine.hidden.clone().requires_grad_()
+    loss = head(hidden, mine.target)
+    loss.backward()
+    truth = torch.zeros_like(weight)
+    for one in batches:
+        leaf = weight.clone().requires_grad_()
+        (reference_loss(one.hidden, leaf, one.target, LossOptions()) / 2).backward()
+        truth += leaf.grad
+    assert relative(head.weight.grad.full_tensor(), truth) < 1e-12
+    assert relative(loss, reference_loss(mine.hidden, weight, mine.target, LossOptions())) < 1e-12
+    with pytest.raises(TypeError, match="weight is a DTensor"):
+        linear_cross_entropy(mine.hidden, head.weight, mine.target)
+
+
 @check
 def placements_that_are_refused(world):
     mesh = init_device_mesh("cpu", (world.size,))
@@ -174,7 +209,7 @@ def placements_that_are_refused(world):
         (whole, distribute_tensor(weight, mesh, [Shard(1)]), target, r"weight is a DTensor .*Shard\(dim=1\)"),
         (whole, distribute_tensor(weight, mesh, [Replicate()]), target, "weight is a DTensor .*Replicate"),
         (whole, rows, distribute_tensor(target, mesh, [Shard(0)]), "target is a DTensor .*Shard"),
-        (whole, distribute_tensor(weight[:-1], mesh, [Shard(0)]), target, "must split evenly along dim 0 over 2 ranks"),
+        (whole, distribute_tensor(weight[:-1], mesh, [Shard(0)]), target, "must split evenly along dim 0 over 4 ranks"),
     ]
     for one_hidden, one_weight, one_target, pattern in cases:
         with pytest.raises(ValueError, match=pattern):

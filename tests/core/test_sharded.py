@@ -19,7 +19,7 @@ results = cache(run_world)
 
 @pytest.mark.parametrize("check", sharded_checks.CHECKS)
 def test_world(check):
-    failures = results(2, sharded_checks.__name__)[check]
+    failures = results(4, sharded_checks.__name__)[check]
     assert not failures, failures
 
 
