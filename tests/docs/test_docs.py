@@ -167,6 +167,21 @@ def test_headline_is_what_was_measured(name):
             assert float(error) == float(f"{result['errors']['loss']:.0e}"), contender
 
 
+def test_tuning_guide_is_what_was_measured():
+    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
+    results = {(result["shape"], result["name"]): result for result in measured}
+    text = text_of(ROOT / "docs/tuning.md")
+    figures = [cells[1:] for cells in rows(text) if len(cells) == 3 and re.fullmatch(r"\d\.\d\d", cells[1])]
+    contenders = ("loongforge token 0", "loongforge token 1002", "loongforge token all", "megatron native fused")
+    for (ratio, peak), contender in zip(figures, contenders, strict=True):
+        assert float(ratio) == pytest.approx(results["llama3-8b", contender]["ratio"], abs=0.006), contender
+        assert float(peak) == pytest.approx(results["llama3-8b", contender]["peak_mib"], abs=0.6), contender
+    ((nothing, everything),) = re.findall(r"at (\d\.\d\d) and (\d\.\d\d) times the matrix products", text)
+    for ratio, budget in ((nothing, "0"), (everything, "all")):
+        shard = results["dsv3-tp8", f"loongforge token {budget}"]
+        assert float(ratio) == pytest.approx(shard["ratio"], abs=0.006) and shard["peak_mib"] < 952
+
+
 # ---------------------------------------------------------------- the two languages
 
 
