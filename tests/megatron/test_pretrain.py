@@ -48,13 +48,13 @@ def test_pretrain_unfused_and_fused(version, tmp_path, request):
     variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
     command = [sys.executable, "scripts/compare_megatron.py", "--output-dir", str(tmp_path), *MODEL.split(" ")]
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900)
-    logs = "\n".join(log.read_text()[-1500:] for log in tmp_path.glob("*.log"))
-    assert result.returncode == 0, result.stdout + result.stderr[-2000:] + logs
+    logs = "\n".join(log.read_text() for log in tmp_path.glob("*.log"))
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:] + logs[-3000:]
     unfused, linear = json.loads((tmp_path / "compare.json").read_text())["rows"]
     assert linear["fused_losses"] == 5 and unfused["fused_losses"] == 0
     assert len(linear["losses"]) == 5 and linear["losses"] == pytest.approx(unfused["losses"], rel=2e-3)
     assert linear["grad_norms"] == pytest.approx(unfused["grad_norms"], rel=2e-2)
-    assert linear["losses"][-1] < linear["losses"][0]
+    assert len(set(linear["losses"])) == 5, "nothing was updated"
     assert "| local, linear | " in result.stdout and f"megatron-core {version}" in logs
 
 
