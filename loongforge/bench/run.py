@@ -21,7 +21,7 @@ import torch
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
 from loongforge.bench.measure import Result, make_problem, measure, release
 from loongforge.bench.progress import Progress
-from loongforge.bench.report import draw, duels, redraw, table, write_json
+from loongforge.bench.report import draw, heading, redraw, tables, write
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
 from loongforge.errors import UsageError
 
@@ -46,8 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
     parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
-    parser.add_argument("--output-dir", type=Path, help="folder for results.json and SHAPE.png; default: print only")
-    parser.add_argument("--redraw", type=Path, metavar="RESULTS_JSON", help="only draw the pictures of earlier results")
+    parser.add_argument(
+        "--output-dir", type=Path, help="for results.json, table.txt and SHAPE.png; default: print"
+    )
+    parser.add_argument(
+        "--redraw",
+        type=Path,
+        metavar="RESULTS_JSON",
+        help="only draw and tabulate earlier results",
+    )
 
 
 def run(options: argparse.Namespace) -> list[Result]:
@@ -62,20 +69,16 @@ def run(options: argparse.Namespace) -> list[Result]:
         budgets = parse_budgets(options.budgets) if options.budgets else default_budgets(shape, dtype)
         work.append((shape, select([*PEERS, *ours(budgets)], options.only, options.skip)))
     environment = describe(device, dtype)
-    print(", ".join(f"{key} {value}" for key, value in environment.items() if key != "versions"))
-    print(", ".join(f"{name} {version}" for name, version in environment["versions"].items()), flush=True)
-    everything: list[Result] = []
-    tables = []
+    print(heading(environment), flush=True)
+    measured: dict[str, list[Result]] = {}
     progress = Progress(sum(len(contenders) for _, contenders in work))
     for shape, contenders in work:
-        results, text = compare(shape, contenders, device, dtype, options.repetitions, progress)
-        everything += results
-        tables.append(text)
+        measured[shape.name] = compare(shape, contenders, device, dtype, options.repetitions, progress)
         if options.output_dir:
-            write_json(options.output_dir / "results.json", environment, everything)
-            _draw(options.output_dir / f"{shape.name}.png", shape, results, environment["device"])
-    print("\n" + "\n\n".join(tables))
-    return everything
+            write(options.output_dir, environment, measured)
+            _draw(options.output_dir / f"{shape.name}.png", shape, measured[shape.name], environment["device"])
+    print("\n" + tables(measured))
+    return [result for results in measured.values() for result in results]
 
 
 def _draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
@@ -94,8 +97,8 @@ def compare(
     dtype: torch.dtype,
     repetitions: int,
     progress: Progress,
-) -> tuple[list[Result], str]:
-    """All contenders on one shape; returns their lines and the text of the table."""
+) -> list[Result]:
+    """All contenders on one shape."""
     problem = make_problem(shape, device, dtype)
     release(device)
     results = []
@@ -104,7 +107,7 @@ def compare(
             result = measure(contender, shape, problem, repetitions)
             step.outcome = f"{result.step_ms:.2f} ms" if result.status == "ok" else result.status
         results.append(result)
-    return results, "\n".join([table(shape, results), *duels(results)])
+    return results
 
 
 def select(contenders: Sequence[Contender], only: str, skip: str) -> list[Contender]:
