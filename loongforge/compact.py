@@ -53,7 +53,11 @@ class CarriedTokens:
 
     def hidden(self, hidden: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
         """[N, H] of hidden [..., H], differentiable; under sequence parallelism gathered first."""
-        return _SelectRows.apply(hidden, self.index_N, parallel)
+        if not torch.compiler.is_compiling():
+            return _SelectRows.apply(hidden, self.index_N, parallel)
+        if parallel.sequence_parallel:
+            raise NotImplementedError("compact_tokens and sequence_parallel do not go into one graph: drop one of them")
+        return _selected_rows(hidden.reshape(-1, hidden.shape[-1]), self.index_N)
 
     def values(self, value_T: torch.Tensor, fill: Any) -> torch.Tensor:
         """[N] of [T], differentiable; ``fill`` in the places that no token takes."""
@@ -69,8 +73,15 @@ class CarriedTokens:
         return loss if self.nan_if_too_many is None else loss * self.nan_if_too_many.to(loss.dtype)
 
 
+def _selected_rows(hidden_TH: torch.Tensor, index_N: torch.Tensor) -> torch.Tensor:
+    """[N, H]; zeros where the index is T."""
+    num_tokens = hidden_TH.shape[0]
+    selected_NH = hidden_TH.index_select(0, index_N.clamp(max=max(0, num_tokens - 1)))
+    return selected_NH.masked_fill_((index_N == num_tokens)[:, None], 0.0)
+
+
 class _SelectRows(torch.autograd.Function):
-    """(hidden [..., H], index [N]) -> [N, H]."""
+    """(hidden [..., H], index [N]) -> [N, H], with a backward that needs no atomic additions."""
 
     @staticmethod
     def forward(ctx, hidden, index_N, parallel: VocabParallel):  # noqa: D102
@@ -78,8 +89,7 @@ class _SelectRows(torch.autograd.Function):
         ctx.save_for_backward(index_N)
         ctx.shape = hidden.shape
         ctx.first = parallel.rank * hidden.shape[:-1].numel() if parallel.sequence_parallel else 0
-        selected_NH = hidden_TH.index_select(0, index_N.clamp(max=max(0, hidden_TH.shape[0] - 1)))
-        return selected_NH.masked_fill_((index_N == hidden_TH.shape[0])[:, None], 0.0)
+        return _selected_rows(hidden_TH, index_N)
 
     @staticmethod
     def backward(ctx, grad_NH):  # noqa: D102

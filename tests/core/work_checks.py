@@ -155,6 +155,27 @@ def compiled_graphs(world: World):
 
 
 @check
+def compaction_in_a_graph(world: World):
+    """With all tokens on every rank; the gather of slices has to stay outside of graphs."""
+    group = world.groups["world"][0]
+    inputs = make_inputs(TOKENS, HIDDEN, VOCAB, torch.float64)
+    dense = loss_and_gradients(oracle(LossOptions()), inputs.leaves())
+
+    def loss_of(hidden, weight, target, sequence_parallel=False):
+        return linear_cross_entropy(
+            hidden, weight, target, tp_group=group, sequence_parallel=sequence_parallel, compact_tokens=TOKENS
+        )
+
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    ours = loss_and_gradients(compiled, shard(world, "world", inputs, False))
+    expected = sharded_truth(world, "world", inputs, dense, False)
+    assert max(relative(a, b) for a, b in zip(ours, expected, strict=True)) < 1e-12
+    local = shard(world, "world", inputs, True)
+    with pytest.raises(Exception, match="compact_tokens and sequence_parallel do not go into one graph"):
+        compiled(*local.tensors, local.target, sequence_parallel=True)
+
+
+@check
 def the_bound_is_checked_on_every_rank(world: World):
     os.environ["LCE_CHECK_LABELS"] = "1"
     with pytest.raises(ValueError, match=f"{TOKENS} tokens carry a loss, more than compact_tokens=5"):
