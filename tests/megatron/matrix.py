@@ -52,6 +52,8 @@ def full(version: str) -> list[Row]:
     rows += [Row(model="hybrid", tied=number % 2 == 1, **layout) for number, layout in enumerate(_LAYOUTS)]
     rows += [Row(tied=tied, mtp=2, **layout) for tied in (False, True) for layout in _MTP_LAYOUTS]
     rows += [Row(tied=tied, **layout) for tied in (False, True) for layout in _GPT_LAYOUTS]
+    if version == "0.16.1":  # its router needs Transformer Engine
+        rows = [row for row in rows if not row.experts]
     rows += [Row(model="hybrid", cp=2), Row(model="hybrid", cp=2, tied=True, per_token=True)]
     if version != "0.16.1":  # muP and the hybrid model's MTP came with 0.17
         rows += [Row(model=model, tied=tied, mup=True) for model in ("gpt", "hybrid") for tied in (False, True)]
