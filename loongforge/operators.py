@@ -22,7 +22,7 @@ from loongforge.call import Call, Labels, prepare_call
 from loongforge.checks import compute_dtype
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import rows_that_fit
+from loongforge.plan import rows_kept_by
 
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? base_weight"
 _SETTINGS = "str options, ScalarType dtype"
@@ -58,19 +58,17 @@ def losses(
         hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
     dtype = compute_dtype(hidden)
-    kept_rows = _kept_rows(options, weight.shape[0], dtype, target_T.shape[0]) if needs_grad else 0
+    num_kept = _kept_rows(options, weight.shape[0], dtype, target_T.shape[0]) if needs_grad else 0
     # Plain values: Dynamo would hand a dataclass that was made in the trace over without its fields.
     values = {name: getattr(options, name) for name in OPTION_NAMES} | {"sequence_parallel": sequence_parallel}
     text = _encoded(tuple(values), tuple(values.values()))
-    return _losses(hidden, weight, bias, target_T, class_weight, base_weight, text, dtype, kept_rows)[0]
+    return _losses(hidden, weight, bias, target_T, class_weight, base_weight, text, dtype, num_kept)[0]
 
 
 def _kept_rows(options: LossOptions, num_rows: int, dtype: torch.dtype, num_tokens: int) -> int:
-    limit = _budget_mb(options.logits_budget_mb)
+    budget = _budget_mb(options.logits_budget_mb)
     vocab_rows = _vocab_rows(options.tp_group, options.vocab_size, num_rows)
-    if limit == "all":
-        return vocab_rows
-    return rows_that_fit(limit << 20, num_tokens, vocab_rows, _logits_dtype(options, dtype).itemsize) if limit else 0
+    return rows_kept_by(budget, num_tokens, vocab_rows, _logits_dtype(options, dtype).itemsize) if budget else 0
 
 
 def _logits_dtype(options: LossOptions, dtype: torch.dtype) -> torch.dtype:

@@ -79,9 +79,10 @@ class ChunkPlan:
     def peak_bytes(self) -> int:
         """Most bytes above the inputs at any moment of forward and backward, gradients and kept logits included.
 
-        Holds for contiguous hidden and weight of the plan's dtype.  On top come: under sequence parallelism the
-        gathered hidden states and this rank's slice of their gradient; in float16, or where autocast casts the
-        weight, one chunk of weight rows in float32.
+        Holds for contiguous hidden and weight of the plan's dtype.  On top come: under tensor parallelism the rounded
+        grad_hidden that travels beside the last chunk; under sequence parallelism also the gathered hidden states and
+        this rank's slice of their gradient; in float16, or where autocast casts the weight, one chunk of weight rows
+        in float32.
         """
         tokens, hidden, rows = self.num_tokens, self.hidden_size, self.vocab_rows
         wide = max(self.itemsize, 4)
@@ -179,6 +180,11 @@ def tokens_per_chunk(impl: str, num_tokens: int, hidden_size: int, vocab_rows: i
     by_ratio = -(-num_tokens // max(1, -(-vocab_rows // hidden_size)))
     power = 1 << max(0, by_ratio - 1).bit_length()
     return min(max(1, num_tokens), max(4096, power) if impl == "triton" else power)
+
+
+def rows_kept_by(budget: int | str, num_tokens: int, vocab_rows: int, itemsize: int) -> int:
+    """Vocabulary rows of logits that a budget of MiB, or ``"all"``, keeps."""
+    return vocab_rows if budget == "all" else rows_that_fit(int(budget) * _MIB, num_tokens, vocab_rows, itemsize)
 
 
 def rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: int) -> int:

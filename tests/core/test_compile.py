@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy, operators
+from loongforge import plan as planning
 from tests.helpers import make_inputs, oracle, relative, upstream
 
 VOCAB, HIDDEN = 101, 24
 CASES = {
-    "default": {},
     "token": {"reduction": "none"},
     "all kept": {"reduction": "none", "logits_budget_mb": "all"},
-    "some kept": {"reduction": "sum", "logits_budget_mb": 1},
+    "some kept": {"reduction": "sum", "logits_budget_mb": 37 * 48 * 4},
     "every option": {
         "label_smoothing": 0.1, "label_smoothing_formula": "megatron", "z_loss_weight": 0.1, "softcap": 5.0,
         "logit_scale": 0.7, "vocab_size": 95, "ignore_index": 3, "fp32_logits": True, "logits_budget_mb": "all",
@@ -63,8 +63,12 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_eager_without_recompilation(name):
+def test_equal_to_eager_without_recompilation(name, monkeypatch):
     """Two sizes make the graph and its dynamic successor; whatever comes later must fit."""
+    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(planning, "KEPT_MULTIPLE", 16)
+    if name == "some kept":
+        assert [planning.rows_kept_by(37 * 48 * 4, tokens, VOCAB, 4) for tokens in (30, 37, 64)] == [48, 48, 16]
     model = Model(CASES[name])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for count, tokens in enumerate((30, 37, 37, 50, 64)):
