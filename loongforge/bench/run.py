@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
     parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
-    parser.add_argument(
-        "--output-dir", type=Path, help="for results.json, table.txt and SHAPE.png; default: print"
-    )
+    parser.add_argument("--output-dir", type=Path, help="for results.json, table.txt and SHAPE.png; default: print")
     parser.add_argument(
         "--redraw",
         type=Path,
