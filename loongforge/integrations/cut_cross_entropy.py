@@ -41,8 +41,10 @@ def linear_cross_entropy(
     Returns:
         The loss in float32; without a valid token ``mean`` is 0, where CCE gives NaN.
     """
-    if getattr(impl, "name", impl).lower() != "cce":
+    if str(getattr(impl, "name", impl)).lower() != "cce":
         raise NotImplementedError(f"impl={impl!r}: loongforge's implementation is chosen by LCE_IMPL")
+    if shift not in (False, True):
+        raise NotImplementedError(f"shift={shift!r}: only False and True (one position); slice e and targets yourself")
     if shift:
         e, targets = e[..., :-1, :], targets[..., 1:]
     return loss.linear_cross_entropy(e, c, targets, ignore_index=ignore_index, softcap=softcap, reduction=reduction)

@@ -127,6 +127,7 @@ def _compute_with_outputs(hidden, weight, target, bias, options: LigerOptions) -
     shared: dict[str, Any] = {"bias": bias, "ignore_index": options.ignore_index, "softcap": options.softcap}
     predict = options.return_token_accuracy or options.return_predicted_tokens
     outputs = linear_logprobs(hidden, weight, target, predictions=predict, **shared)
+    target = target.long()  # a narrower dtype wraps ignore_index around, and uint8 would index as a mask
     valid = target != options.ignore_index
     label_weight = valid.to(outputs.logprobs.dtype)
     if options.ce_weight is not None:

@@ -199,6 +199,12 @@ def _fused_head_class(original: Any) -> type:
         request = self._request
         if request is None:
             return original.forward(self, hidden, *args, **kwargs)
+        if args or any(value is not None for value in kwargs.values()):
+            names = ", ".join(kwargs) or f"{len(args)} by place"
+            raise NotImplementedError(
+                f"the output layer was called with more than its hidden states ({names}), such as PEFT's "
+                "adapter_names, which the fused loss does not know: call unfuse_loss(model) before, or leave them out"
+            )
         if is_lora_layer(self):
             LoraHead(self).answer(request, hidden)
         else:
@@ -243,6 +249,7 @@ def _family_of(model: Any) -> Family:
             f"fuse_loss knows {', '.join(FAMILIES)} of transformers, got {cls.__module__}.{name}: use "
             "loongforge.linear_cross_entropy on its hidden states and output layer"
         )
+    _check_own_forward(name, model)
     function = inspect.unwrap(cls.forward)
     if function.__module__ != cls.__module__:
         raise NotImplementedError(
@@ -254,7 +261,19 @@ def _family_of(model: Any) -> Family:
     return FAMILIES[name]
 
 
+def _check_own_forward(name: str, module: nn.Module) -> None:
+    """A forward that was put on the object itself (Liger's patches, accelerate's hooks) hides that of its class."""
+    replaced = vars(module).get("forward")
+    if replaced is not None:
+        origin = getattr(replaced, "__module__", type(replaced).__name__)
+        raise NotImplementedError(
+            f"{name}.forward of this object was replaced by {origin}: call fuse_loss before whatever replaces it, or "
+            "undo that"
+        )
+
+
 def _check_head(head: nn.Module, model: Any) -> None:
+    _check_own_forward(f"the output layer's {type(head).__name__}", head)
     if is_lora_layer(head):
         head = LoraHead(head).base_layer
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

@@ -79,6 +79,11 @@ def test_what_is_missing_is_refused():
     for impl in ("torch_compile", _Impl.TORCH_COMPILE):
         with pytest.raises(NotImplementedError, match="chosen by LCE_IMPL"):
             linear_cross_entropy(e, c, targets, impl=impl)
+    with pytest.raises(NotImplementedError, match="chosen by LCE_IMPL"):
+        linear_cross_entropy(e, c, targets, impl=None)
+    for shift in (2, -1):  # newer versions of CCE shift by any number
+        with pytest.raises(NotImplementedError, match=f"shift={shift}: only False and True"):
+            linear_cross_entropy(e, c, targets, shift=shift)
     with pytest.raises(TypeError, match="the options are ignore_index"):
         LinearCrossEntropy(smoothing=0.1)
     with pytest.raises(TypeError, match="the options are ignore_index"):

@@ -183,6 +183,24 @@ def test_a_label_out_of_range_is_nan_on_every_path():
         assert loss.isnan()
 
 
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int16, torch.uint8))
+def test_narrow_labels_mean_what_wide_ones_do(dtype):
+    """uint8 holds 156, which is -100 there, and indexes like a mask."""
+    inputs = make_inputs(9, 8, 201)
+    inputs.target = torch.tensor([156, 0, 7, 100, 90, 30, 12, 1, 120])
+    for more in (
+        RETURNED,
+        {"ce_weight": torch.rand(201), "lse_square_scale": 0.1},
+        {"use_token_scaling": True, "label_smoothing": 0.1},
+    ):
+        wide, narrow = (
+            liger.liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, target, **more)
+            for target in (inputs.target, inputs.target.to(dtype))
+        )
+        assert torch.equal(getattr(wide, "loss", wide), getattr(narrow, "loss", narrow))
+        assert getattr(wide, "token_accuracy", 0) == getattr(narrow, "token_accuracy", 0)
+
+
 def test_what_is_missing_is_refused_by_name():
     with pytest.raises(NotImplementedError, match="accum_dtype=torch.bfloat16: loongforge accumulates in float32"):
         liger.LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.bfloat16)

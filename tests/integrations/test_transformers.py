@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import inspect
 from types import SimpleNamespace
@@ -207,6 +208,19 @@ def test_a_replaced_forward_is_refused(monkeypatch):
     refusal(tiny(), NotImplementedError, "LlamaForCausalLM.forward was replaced by .*test_transformers")
 
 
+@pytest.mark.parametrize("where", ("model", "output layer"))
+def test_a_forward_replaced_on_the_object_is_refused(where):
+    """As Liger's patch of one model and accelerate's hooks do it: our subclass would never be asked."""
+    model = tiny()
+    module = model if where == "model" else model.get_output_embeddings()
+    module.forward = functools.partial(type(module).forward, module)
+    refusal(model, NotImplementedError, "forward of this object was replaced by .*call fuse_loss before")
+    del module.forward
+    fuse_loss(model)
+    module.forward = functools.partial(type(module).forward, module)  # afterwards, as Trainer does for mixed precision
+    assert model(IDS, labels=LABELS).logits is None
+
+
 def test_refused_calls():
     model = fuse_loss(tiny())
     with pytest.raises(
@@ -300,6 +314,18 @@ def test_lora_that_is_refused():
     refusal(
         with_lora(tiny(), target_modules=["q_proj"], modules_to_save=["lm_head"]), NotImplementedError, "ModulesToSave"
     )
+
+
+@peft_installed
+def test_adapters_chosen_per_sample_are_refused():
+    """PEFT hands ``adapter_names`` to the LoRA layers themselves."""
+    model = with_lora(tiny()).eval()
+    names = ["__base__", "default"]
+    expected = model(input_ids=IDS, adapter_names=names).logits
+    fuse_loss(model)
+    assert torch.equal(model(input_ids=IDS, adapter_names=names).logits, expected)
+    with pytest.raises(NotImplementedError, match=r"more than its hidden states \(adapter_names\).*unfuse_loss"):
+        model(input_ids=IDS, labels=LABELS, adapter_names=names)
 
 
 def test_replicas_have_their_own_request():
