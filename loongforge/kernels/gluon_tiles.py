@@ -13,7 +13,7 @@ Step ``i`` of all tiles uses stage ``i % STAGES`` and phase ``i // STAGES % 2`` 
 Gluon is an experimental part of Triton: ``dispatch.py`` says with which versions this file is used.
 """
 
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -28,24 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
-from loongforge.kernels.triton_rows import (
-    LOG2_E,
-    _bits,
-    _float_from_bits,
-    _gradient,
-    _offset,
-    _transform,
-    _transform_arguments,
-)
-from loongforge.kernels.triton_tiles import (
-    TritonTileKernels,
-    _aligned,
-    _num_programs,
-    _tile_position,
-    finish_statistics,
-    new_partial,
-)
+from loongforge.kernels.triton_rows import LOG2_E, _float_from_bits, _gradient, _offset, _transform
+from loongforge.kernels.triton_tiles import TritonTileKernels, _tile_position
 
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
 _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -273,53 +257,17 @@ def tile_gradient_kernel(
 class GluonTileKernels(TritonTileKernels):
     """:class:`loongforge.kernels.interface.TileKernels` for Hopper, with specialised warps."""
 
-    def accumulate(
-        self,
-        hidden_TH: torch.Tensor,
-        weight_CH: torch.Tensor,
-        bias_C: torch.Tensor | None,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        partial = new_partial(stats, weight_CH.shape[0], BLOCK_C.value)
-        mode, factor, softcap = _transform_arguments(transform)
-        with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
-            statistics_kernel[(_num_programs(hidden_TH.device),)](
-                _descriptor(_aligned(hidden_TH), ROWS, BLOCK_H), _descriptor(_aligned(weight_CH), BLOCK_C, BLOCK_H),
-                bias_C, partial, class_weight_C,
-                hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, WEIGHTED_SUM=stats.weighted_sum_T is not None, **_LAUNCH,
-            )  # fmt: skip
-            finish_statistics(partial, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform)
+    block_c = BLOCK_C.value
 
-    def gradient(
-        self,
-        hidden_TH: torch.Tensor,
-        weight_CH: torch.Tensor,
-        bias_C: torch.Tensor | None,
-        out_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        c = coefficients
-        mode, factor, softcap = _transform_arguments(transform)
-        with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
-            tile_gradient_kernel[(_num_programs(hidden_TH.device),)](
-                _descriptor(_aligned(hidden_TH), ROWS, BLOCK_H), _descriptor(_aligned(weight_CH), BLOCK_C, BLOCK_H),
-                _descriptor(out_TC, ROWS, HALF_C), bias_C, label_T,
-                c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
-                hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, **_LAUNCH,
-            )  # fmt: skip
+    def _kernels(self) -> tuple[Any, Any, dict[str, Any]]:
+        # Warps of the first warpgroup; fusion whatever this Triton's default.
+        return statistics_kernel, tile_gradient_kernel, {"num_warps": 4, "enable_fp_fusion": True}
 
+    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, Any]:
+        return _descriptor(hidden_TH, ROWS, BLOCK_H), _descriptor(weight_CH, BLOCK_C, BLOCK_H)
 
-_LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}  # of the first warpgroup; whatever this Triton's default
+    def _output(self, out_TC: torch.Tensor) -> Any:
+        return _descriptor(out_TC, ROWS, HALF_C)
 
 
 def _descriptor(operand: torch.Tensor, rows: gl.constexpr, columns: gl.constexpr) -> TensorDescriptor:

@@ -18,6 +18,7 @@ Measured against the vendor library's GEMM plus a row kernel in ``docs/performan
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -203,9 +204,9 @@ def fold_kernel(
 def tile_gradient_kernel(
     hidden_desc,
     weight_desc,
+    out_desc,
     bias_ptr,  # None: no bias
     label_ptr,
-    out_desc,
     max_ptr,
     softmax_over_sum_ptr,
     onehot_ptr,
@@ -278,7 +279,26 @@ _TMA_BYTES = 16
 
 
 class TritonTileKernels:
-    """:class:`loongforge.kernels.interface.TileKernels` for Hopper."""
+    """:class:`loongforge.kernels.interface.TileKernels` for Hopper.
+
+    A subclass replaces the four members before :meth:`supports`; its kernels take the same arguments.
+    """
+
+    block_c = CONFIG.block_c
+
+    def _kernels(self) -> tuple[Any, Any, dict[str, Any]]:
+        """Statistics kernel, gradient kernel and how to launch them."""
+        return statistics_kernel, tile_gradient_kernel, CONFIG.meta()
+
+    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, Any]:
+        """Descriptors of aligned operands."""
+        return (
+            TensorDescriptor.from_tensor(hidden_TH, [CONFIG.block_t, CONFIG.block_h]),
+            TensorDescriptor.from_tensor(weight_CH, [CONFIG.block_c, CONFIG.block_h]),
+        )
+
+    def _output(self, out_TC: torch.Tensor) -> Any:
+        return TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2])
 
     def supports(self, hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
         return (
@@ -300,16 +320,18 @@ class TritonTileKernels:
         transform: LogitTransform,
         class_weight_C: torch.Tensor | None = None,
     ) -> None:
-        partial = new_partial(stats, weight_CH.shape[0], CONFIG.block_c)
+        weighted_sum = stats.weighted_sum_T is not None
+        num_tiles = triton.cdiv(weight_CH.shape[0], self.block_c)
+        partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, hidden_TH.shape[0]))
         mode, factor, softcap = _transform_arguments(transform)
+        kernel, _, launch = self._kernels()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
-            statistics_kernel[(_num_programs(hidden_TH.device),)](
-                _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, partial, class_weight_C,
+            kernel[(_num_programs(hidden_TH.device),)](
+                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), bias_C, partial, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, WEIGHTED_SUM=stats.weighted_sum_T is not None, **CONFIG.meta(),
+                TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **launch,
             )  # fmt: skip
-            finish_statistics(partial, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform)
+            _finish_statistics(partial, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform)
 
     def gradient(
         self,
@@ -325,23 +347,17 @@ class TritonTileKernels:
     ) -> None:
         c = coefficients
         mode, factor, softcap = _transform_arguments(transform)
+        _, kernel, launch = self._kernels()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
-            tile_gradient_kernel[(_num_programs(hidden_TH.device),)](
-                _load_descriptor(hidden_TH, CONFIG.block_t), _load_descriptor(weight_CH, CONFIG.block_c),
-                bias_C, label_T, TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2]),
+            kernel[(_num_programs(hidden_TH.device),)](
+                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), self._output(out_TC), bias_C, label_T,
                 c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
                 hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, **CONFIG.meta(),
+                TRANSFORM=mode, **launch,
             )  # fmt: skip
 
 
-def new_partial(stats: RowStats, num_classes: int, block_c: int) -> torch.Tensor:
-    """Scratch [2 or 3, tiles of a row, T] for what the statistics kernels leave to :func:`finish_statistics`."""
-    numbers = 2 if stats.weighted_sum_T is None else 3
-    return stats.max_T.new_empty((numbers, triton.cdiv(num_classes, block_c), stats.max_T.shape[0]))
-
-
-def finish_statistics(
+def _finish_statistics(
     partial: torch.Tensor,
     hidden_TH: torch.Tensor,
     weight_CH: torch.Tensor,
@@ -362,10 +378,6 @@ def finish_statistics(
         weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
         TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
     )  # fmt: skip
-
-
-def _load_descriptor(operand: torch.Tensor, block_rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(_aligned(operand), [block_rows, CONFIG.block_h])
 
 
 def _aligned(operand: torch.Tensor) -> torch.Tensor:
