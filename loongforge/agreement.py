@@ -30,7 +30,8 @@ _compared: WeakSet = WeakSet()
 def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]) -> Iterator[None]:
     """Around the checks of one call: raises ``ValueError`` on every rank where ranks differ or one of them refuses.
 
-    ``tensors`` by name, ``target`` among them.  What a rank itself refuses it raises itself.
+    ``tensors`` by name, ``target`` among them, and what else of a call the ranks must share, as plain values.  What a
+    rank itself refuses it raises itself.
     """
     try:
         yield
@@ -76,9 +77,13 @@ def _is_recorded() -> bool:
 def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal.  Of the weight's gradient nothing is said: a rank may freeze its own shard."""
     facts: dict[str, Any] = {name: _describe(value) for name, value in tensors.items()}
-    hidden = tensors.get("hidden")
-    if isinstance(hidden, torch.Tensor):
-        facts["hidden.requires_grad"] = hidden.requires_grad and torch.is_grad_enabled()
+    adapter, token_weight = tensors.get("adapter"), tensors.get("token_weight")
+    low_rank = adapter[0] if isinstance(adapter, tuple) and adapter else None
+    # Either makes backward run, whose collectives must run on all ranks.
+    needed = [x.requires_grad for x in (tensors.get("hidden"), low_rank) if isinstance(x, torch.Tensor)]
+    facts["hidden.requires_grad"] = any(needed) and torch.is_grad_enabled()
+    if isinstance(token_weight, torch.Tensor) and token_weight.layout == torch.strided:
+        facts["the checksum of where token_weight is 0"] = _checksum((token_weight == 0).to(torch.int64))
     facts |= {name: repr(getattr(options, name))[:100] for name in OPTION_NAMES if name not in FREE}
     facts["the labels' checksum"] = _checksum(tensors["target"])
     return facts
@@ -87,6 +92,8 @@ def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _describe(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(_describe, value))
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)[:100]
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 

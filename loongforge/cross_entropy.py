@@ -104,6 +104,7 @@ def cross_entropy(
         RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option.
     """
     built = build_options(options)
+    checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(built.tp_group, False)
     with ranks_agree(parallel, built, {"logits": logits, "target": target, "class_weight": class_weight}):
         _check(logits, target, built, inplace_backward)

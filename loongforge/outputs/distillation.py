@@ -65,7 +65,7 @@ def linear_distillation(
         target = no_target(hidden, parallel)
         target = target + 1 if built.ignore_index == -1 else target
     is_reverse = _is_reverse(divergence, teacher)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "divergence": divergence}
     with ranks_agree(parallel, built, {**given, "teacher": tuple(vars(teacher).values())}):
         checks.check_inputs(hidden, weight, target, bias, None, normalizer, built, parallel)
         num_classes = built.vocab_size or weight.shape[0] * parallel.size

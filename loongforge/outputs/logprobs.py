@@ -193,44 +193,46 @@ def linear_logprobs(
     """
     built = output_options("linear_logprobs", OPTIONS, options, temperature, reduction="none")
     outputs = _outputs(entropy, predictions)
-    parallel = _checked(hidden, weight, target, bias, built)
+    parallel = _checked(hidden, weight, target, bias, built, outputs)
     num_classes = built.vocab_size or weight.shape[0] * parallel.size
     target_T = target.reshape(-1).long()
     if env.check_labels():
         labels = Labels.among(target_T, num_classes, built.ignore_index)
         checks.check_labels_in_range(target, labels.out_of_range_T.view(target.shape), num_classes)
-    logprob_T, log_sum_exp_T, entropy_T, prediction_T = _per_token(
+    (logprob_T, log_sum_exp_T, entropy_T, prediction_T), carried = _per_token(
         hidden, weight, bias, target_T, built, parallel, outputs
     )
+    accuracy = None if prediction_T is None else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T)
     return LogProbs(
         logprobs=logprob_T.view(target.shape),
         log_sum_exp=log_sum_exp_T.view(target.shape),
         entropy=None if entropy_T is None else entropy_T.view(target.shape),
         predictions=None if prediction_T is None else prediction_T.view(target.shape),
-        accuracy=None if prediction_T is None else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T),
+        accuracy=accuracy if accuracy is None or carried is None else carried.marked(accuracy),
         z_loss=built.z_loss_weight * log_sum_exp_T.square().view(target.shape) if built.z_loss_weight else None,
     )
 
 
 def _per_token(hidden, weight, bias, target_T, options: LossOptions, parallel: VocabParallel, outputs: frozenset[str]):
-    """What :class:`_LogProbsPerToken` gives, for all tokens where only some are carried through the products."""
+    """What :class:`_LogProbsPerToken` gives, for all tokens where only some are carried through the products: which."""
     if options.compact_tokens is False:
         call = prepare_call(
             hidden, weight, bias, False, target_T.shape[0], options, parallel, None, None, outputs=outputs
         )
-        return _LogProbsPerToken.apply(hidden, weight, bias, target_T, call, outputs)
+        return _LogProbsPerToken.apply(hidden, weight, bias, target_T, call, outputs), None
     carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
     hidden_NH = carried.hidden(hidden, parallel)
     label_N = carried.values(target_T, options.ignore_index)
     everything = replace(options, compact_tokens=False)
-    *values, prediction_N = _per_token(
+    (*values, prediction_N), _ = _per_token(
         hidden_NH, weight, bias, label_N, everything, replace(parallel, sequence_parallel=False), outputs
     )
-    values = [None if value_N is None else carried.losses(carried.marked(value_N)) for value_N in values]
+    # Marked where the tokens are whole again: one that did not fit must not read as a log-probability of 0.
+    values = [None if value_N is None else carried.marked(carried.losses(value_N)) for value_N in values]
     if prediction_N is None:
-        return *values, None
+        return (*values, None), carried
     # Shifted, so that the 0 of what is left out reads NO_PREDICTION.
-    return *values, carried.losses(prediction_N - NO_PREDICTION) + NO_PREDICTION
+    return (*values, carried.losses(prediction_N - NO_PREDICTION) + NO_PREDICTION), carried
 
 
 def _outputs(entropy: bool, predictions: bool) -> frozenset[str]:
@@ -240,10 +242,11 @@ def _outputs(entropy: bool, predictions: bool) -> frozenset[str]:
     return frozenset(name for name, wanted in (("entropy", entropy), ("predictions", predictions)) if wanted)
 
 
-def _checked(hidden, weight, target, bias, options) -> VocabParallel:
+def _checked(hidden, weight, target, bias, options, outputs: frozenset[str]) -> VocabParallel:
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
-    with ranks_agree(parallel, options, {"hidden": hidden, "weight": weight, "target": target, "bias": bias}):
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "outputs": tuple(sorted(outputs))}
+    with ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, None, None, options, parallel)
     return parallel
 

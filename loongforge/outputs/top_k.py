@@ -80,7 +80,7 @@ def linear_top_k(
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(built.tp_group, built.sequence_parallel)
     target = no_target(hidden, parallel)
-    with ranks_agree(parallel, built, {"hidden": hidden, "weight": weight, "target": target, "bias": bias}):
+    with ranks_agree(parallel, built, {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "k": k}):
         checks.check_inputs(hidden, weight, target, bias, None, None, built, parallel)
         _check_k(k, built.vocab_size or weight.shape[0] * parallel.size)
     target_T = target.view(-1)

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loongforge import TeacherHead, linear_distillation, linear_logprobs, linear_top_k
+from loongforge import (
+    TeacherHead,
+    TeacherTopK,
+    linear_cross_entropy,
+    linear_distillation,
+    linear_logprobs,
+    linear_top_k,
+)
 from loongforge.outputs import logprobs as logprobs_module
 from loongforge.outputs import teacher_head, teacher_top_k
 from tests.core.worlds import registry
@@ -200,6 +207,40 @@ def ranks_that_differ_are_named(world):
         teacher = replace(teacher, hidden=teacher.hidden[:, :5], weight=teacher.weight[:, :5])
     with pytest.raises(ValueError, match=r"teacher must be equal on all ranks of tp_group, but rank 0 has \[24, 12\]"):
         linear_distillation(local.hidden, local.weight, teacher, **group_of(world, False))
+
+
+@check
+def what_is_asked_for_must_be_the_same_on_all_ranks(world):
+    """Else the ranks' statistics have different sizes, or halves of two divergences are added."""
+    odd = world.rank == 1
+    inputs = case_of({}).inputs
+    local, head = shard(world, inputs, False), shard_of_teacher(world, case_of({}).head, False)
+    known = TeacherTopK(torch.full((TOKENS, 2), -2.0, dtype=torch.float64), torch.tensor([[1, 2]] * TOKENS))
+    arguments = local.hidden, local.weight
+    ignored = torch.arange(TOKENS) != 3 + odd
+    low_rank, up = torch.ones(TOKENS, 1, dtype=torch.float64), torch.ones(len(local.weight), 1, dtype=torch.float64)
+    for name, run in {
+        "outputs": lambda group: linear_logprobs(*arguments, local.target, entropy=odd, tp_group=group),
+        "k": lambda group: linear_top_k(*arguments, 2 + odd, tp_group=group),
+        "divergence": lambda group: linear_distillation(
+            *arguments, head, divergence="reverse" if odd else "forward", tp_group=group
+        ),
+        "teacher": lambda group: linear_distillation(
+            *arguments, replace(known, rest="renormalize" if odd else "bucket"), tp_group=group
+        ),
+        "teacher, scaled": lambda group: linear_distillation(
+            *arguments, replace(head, logit_scale=1.0 + odd), tp_group=group
+        ),
+        "the checksum of where token_weight is 0": lambda group: linear_cross_entropy(
+            *arguments, local.target, token_weight=ignored, compact_tokens=True, tp_group=group
+        ),
+        "hidden.requires_grad": lambda group: linear_cross_entropy(
+            *(tensor.detach() for tensor in arguments), local.target,
+            adapter=(low_rank.clone().requires_grad_(odd), up), tp_group=group,
+        ),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name.partition(',')[0]} must be equal on all ranks of tp_group"):
+            run(dist.new_group())
 
 
 # Seeded bugs: each must show as an error on some rank.

@@ -195,6 +195,21 @@ def test_second_derivatives_are_refused():
         gradient.sum().backward()
 
 
+def test_more_tokens_than_the_bound_are_never_lost_silently():
+    """A token that did not fit would read as one of probability 1, and as a wrong prediction."""
+    inputs = make_case().inputs.leaves()
+    count = int((inputs.target != -100).sum())
+    everything = {"entropy": True, "predictions": True, "z_loss_weight": 0.1}
+    out = linear_logprobs(inputs.hidden, inputs.weight, inputs.target, compact_tokens=count - 1, **everything)
+    for name in ("logprobs", "log_sum_exp", "entropy", "z_loss", "accuracy"):
+        assert getattr(out, name).isnan().all(), name
+    grad_hidden, grad_weight = torch.autograd.grad(out.logprobs.sum(), (inputs.hidden, inputs.weight))
+    assert grad_weight.isnan().all() and grad_hidden.isnan().any()
+    fits = linear_logprobs(inputs.hidden, inputs.weight, inputs.target, compact_tokens=count, **everything)
+    whole = linear_logprobs(inputs.hidden, inputs.weight, inputs.target, **everything)
+    assert fits.accuracy == whole.accuracy and torch.equal(fits.predictions, whole.predictions)
+
+
 @pytest.mark.parametrize("frozen", ("hidden", "weight", "bias"))
 def test_a_frozen_tensor_gets_no_gradient(frozen):
     inputs = make_case().inputs.leaves()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from loongforge import linear_distillation, linear_logprobs, linear_top_k
+from loongforge import cross_entropy, linear_distillation, linear_logprobs, linear_top_k
 from loongforge.plan import logits_budget
 from tests.helpers import Inputs, relative
 from tests.outputs.oracle import make_case
@@ -95,6 +95,7 @@ def test_function_transforms_are_refused():
         lambda hidden: linear_logprobs(hidden, i.weight, i.target).logprobs.sum(),
         lambda hidden: linear_top_k(hidden, i.weight, 3).logprobs.sum(),
         lambda hidden: linear_distillation(hidden, i.weight, case.head),
+        lambda hidden: cross_entropy(hidden @ i.weight.t(), i.target),
     ):
         with pytest.raises(NotImplementedError, match="torch.func transforms"):
             torch.func.grad(function)(i.hidden)
