@@ -15,4 +15,6 @@ if ! command -v llvm-mc-22 >/dev/null || ! command -v ld.lld-22 >/dev/null; then
             echo "test: llvm-22 and lld-22 could not be installed; the tests on the AMD emulator will skip" >&2
     fi
 fi
-exec "$python" -m pytest "$@"
+# One process per core, each with one thread; tests of one file share a process and its fixtures.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m pytest -n auto --dist loadfile "$@"
