@@ -75,13 +75,16 @@ def _is_recorded() -> bool:
 
 
 def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal.  Of the weight's gradient nothing is said: a rank may freeze its own shard."""
+    """What must be equal.  A rank may freeze its own shard where backward runs all the same."""
     facts: dict[str, Any] = {name: _describe(value) for name, value in tensors.items()}
     adapter, token_weight = tensors.get("adapter"), tensors.get("token_weight")
     low_rank = adapter[0] if isinstance(adapter, tuple) and adapter else None
     # Either makes backward run, whose collectives must run on all ranks.
     needed = [x.requires_grad for x in (tensors.get("hidden"), low_rank) if isinstance(x, torch.Tensor)]
     facts["hidden.requires_grad"] = any(needed) and torch.is_grad_enabled()
+    if options.sequence_parallel and options.compact_tokens is False:  # backward gathers hidden, for weight's sake too
+        needed += [x.requires_grad for x in map(tensors.get, ("weight", "bias")) if isinstance(x, torch.Tensor)]
+        facts["hidden, weight or bias.requires_grad"] = any(needed) and torch.is_grad_enabled()
     if isinstance(token_weight, torch.Tensor) and token_weight.layout == torch.strided:
         facts["the checksum of where token_weight is 0"] = _checksum((token_weight == 0).to(torch.int64))
     facts |= {name: repr(getattr(options, name))[:100] for name in OPTION_NAMES if name not in FREE}

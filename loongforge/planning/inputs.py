@@ -37,7 +37,7 @@ def layer_of(options: argparse.Namespace) -> tuple[Layer, int]:
     if options.config is not None:
         sizes = _of_training_config(options.config)
     elif options.hf is not None:
-        sizes = _of_hugging_face(options.hf)
+        sizes = _of_hugging_face(options.hf, options)
     given = {name: getattr(options, name) for name in vars(sizes)}
     sizes = replace(sizes, **{name: value for name, value in given.items() if value is not None})
     absent = [f"--{name}" for name in ("tokens", "hidden", "vocab") if getattr(sizes, name) is None]
@@ -77,7 +77,8 @@ def _of_training_config(path: Path) -> Sizes:
     )
 
 
-def _of_hugging_face(path: Path) -> Sizes:
+def _of_hugging_face(path: Path, flags: argparse.Namespace) -> Sizes:
+    """What the file says of what no flag does: the rest of it may be missing or unreadable."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -89,14 +90,14 @@ def _of_hugging_face(path: Path) -> Sizes:
         return next((source[name] for source in sources for name in names if source.get(name) is not None), None)
 
     hidden, vocab = find("hidden_size", "n_embd", "d_model"), find("vocab_size")
-    for name, value in (("hidden_size", hidden), ("vocab_size", vocab)):
-        if type(value) is not int or value < 1:
-            raise UsageError(f"--hf {path} must hold a whole number {name}, got {value!r}")
+    for flag, name, value in (("hidden", "hidden_size", hidden), ("vocab", "vocab_size", vocab)):
+        if getattr(flags, flag) is None and (type(value) is not int or value < 1):
+            raise UsageError(f"--hf {path} must hold a whole number {name}, got {value!r}: say --{flag}")
     names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     stored = find("dtype", "torch_dtype")
-    if stored is not None and stored not in names:
+    if flags.dtype is None and stored is not None and stored not in [*names]:
         raise UsageError(f"--hf {path}: dtype {stored!r} is none of {', '.join(names)}: say --dtype")
-    return Sizes(hidden=hidden, vocab=vocab, dtype=names.get(stored))
+    return Sizes(hidden=hidden, vocab=vocab, dtype=names[stored] if stored in [*names] else None)
 
 
 def memory_size(text: str) -> int:

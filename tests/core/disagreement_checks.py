@@ -75,6 +75,28 @@ def what_may_differ(world):
 
 
 @check
+def a_shard_may_be_frozen_unless_backward_would_wait_for_it(world):
+    """Under sequence parallelism every rank's backward gathers hidden, where it runs at all."""
+    odd = world.rank == 1
+    target = torch.zeros(4 * world.size, dtype=torch.int64)
+
+    def step(needs_hidden, target=target, sequence_parallel=True, **options):
+        hidden = torch.ones(4, 8, requires_grad=needs_hidden)
+        weight = torch.ones(6, 8, requires_grad=not odd)
+        options |= {"tp_group": dist.new_group(), "sequence_parallel": sequence_parallel}
+        loss = linear_cross_entropy(hidden, weight, target, **options)
+        if loss.requires_grad:
+            loss.backward()
+        assert (weight.grad is None) == odd
+
+    with refused("hidden, weight or bias.requires_grad must be equal .* rank 0 has True, rank 1 has False"):
+        step(False)
+    step(True)
+    step(False, target[:4], sequence_parallel=False)
+    step(False, compact_tokens=True)
+
+
+@check
 def only_the_first_call_or_every_one(world):
     group = dist.new_group()
     for expected in (2, 1, 1):

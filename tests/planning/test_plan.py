@@ -279,13 +279,19 @@ def test_bad_input(capsys, words, message):
         ("[]", "must hold a whole number hidden_size, got None"),
         ('{"hidden_size": 4}', "must hold a whole number vocab_size, got None"),
         ('{"hidden_size": 4, "vocab_size": 8, "dtype": "int8"}', "dtype 'int8' is none of bfloat16, float16, float32"),
+        ('{"hidden_size": 4, "vocab_size": 8, "dtype": ["int8"]}', "dtype ['int8'] is none of bfloat16"),
     ),
 )
 def test_a_config_json_that_says_too_little(capsys, tmp_path, config, message):
+    """The message names the flag that says it instead, and with that flag it is said."""
     file = tmp_path / "config.json"
     file.write_text(config)
     status, _, error = run(capsys, "--hf", str(file), "--tokens", "8")
-    assert status == 2 and message in error
+    assert status == 2 and message in error and ": say --" in error
+    flags = ("--hidden", "4", "--vocab", "8", "--dtype", "fp16", "--json")
+    status, out, _ = run(capsys, "--hf", str(file), "--tokens", "8", *flags)
+    layer = json.loads(out)["layer"]
+    assert status == 0 and (layer["hidden"], layer["vocab"], layer["dtype"]) == (4, 8, "fp16")
 
 
 def test_sizes_of_memory():
