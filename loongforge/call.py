@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from loongforge import checks, chunks
 from loongforge.dispatch import row_kernels, tile_kernels
@@ -20,20 +19,51 @@ from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
 
 
 def refusing_second_derivatives(backward: Callable) -> Callable:
-    """``once_differentiable`` that also refuses where only hidden or weight would carry the second derivative.
+    """Under ``create_graph=True`` gradients come back connected to all they depend on, by a node that only raises.
 
-    torch's own decorator looks at the upstream gradient alone: under ``create_graph=True`` a term would be missing
-    without a word.
+    ``once_differentiable`` looks at the upstream gradient alone, and its error is behind a tensor that belongs to no
+    graph: of ``torch.autograd.grad(loss + penalty(gradient), hidden)`` a term would be missing without a word.
     """
-    once = once_differentiable(backward)
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
-        return once(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        seen = _SavedOnce(ctx)
+        with torch.no_grad():
+            results = backward(seen, *grads)
+        sources = [x for x in (*seen.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return tuple(None if result is None else _NoSecondDerivative.apply(result, *sources) for result in results)
 
     return wrapper
+
+
+class _SavedOnce:
+    """A Function's ctx whose saved tensors are unpacked once: activation checkpointing allows no second time."""
+
+    def __init__(self, ctx: Any) -> None:
+        vars(self).update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """(gradient, what it depends on) -> the gradient."""
+
+    @staticmethod
+    def forward(ctx, gradient, *sources):  # noqa: D102
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_):  # noqa: D102
+        raise RuntimeError(
+            "trying to differentiate twice through loongforge, whose operations give first derivatives only: compute "
+            "a loss that needs a second one from logits, torch.nn.functional.cross_entropy(hidden @ weight.T, target)"
+        )
 
 
 class WeightGradSink(Protocol):

@@ -27,7 +27,8 @@ def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 class LossSum(torch.autograd.Function):
-    """(hidden, weight, bias, target [T], class_weight, base_weight, token_weight [T]) -> sum of the weighted losses.
+    """(hidden, weight, bias, target [T], class_weight, base_weight, token_weight [T]) -> sum of the weighted losses,
+    and an output of no size by which backward finds its graph.
 
     Without a tensor-parallel group.
     """
@@ -55,19 +56,21 @@ class LossSum(torch.autograd.Function):
                 loss += loss_of_chunk
                 if grad_bias is not None and grad_bias_of_chunk is not None:
                     grad_bias[: call.plan.vocab_rows] += grad_bias_of_chunk
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        # Nothing here leads back to hidden and weight, which need not live until backward; this output of no size does.
+        of_this_graph = loss.new_empty(0)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, of_this_graph)
         ctx.like = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (hidden, weight, bias)]
         ctx.reservation = call.reservation
-        return loss
+        return loss, of_this_graph
 
     @staticmethod
     @refusing_second_derivatives
-    def backward(ctx, grad_loss):  # noqa: D102
+    def backward(ctx, grad_loss, _):  # noqa: D102
         ctx.reservation = None  # it is for the time until backward: a kept loss must not starve the next step
         # One element but not a scalar tensor: a scalar would be rounded to the gradient's dtype before the product.
         factor = grad_loss.reshape(1)
         grads = []
-        for saved, like in zip(ctx.saved_tensors, ctx.like, strict=True):
+        for saved, like in zip(ctx.saved_tensors[:3], ctx.like, strict=True):
             if saved is None:
                 grads.append(None)
                 continue

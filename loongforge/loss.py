@@ -116,7 +116,7 @@ def _losses(
     )  # fmt: skip
     operands = (hidden, weight, bias, target_T, class_weight, base_weight)
     if call.plan.tokens_per_chunk:
-        return LossSum.apply(*operands, token_weight_T, call)
+        return LossSum.apply(*operands, token_weight_T, call)[0]
     loss_T = LossPerToken.apply(*operands, call)
     return loss_T if token_weight_T is None else loss_T * token_weight_T
 

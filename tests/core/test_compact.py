@@ -142,7 +142,10 @@ def test_compaction_of_gradients_in_forward(compact, monkeypatch):
 
 
 def _names_of(node):
-    return [] if node is None else [type(node).__name__, *(_names_of(n) for n, _ in node.next_functions)]
+    """Of the node and of all behind it."""
+    if node is None:
+        return []
+    return [type(node).__name__, *(name for behind, _ in node.next_functions for name in _names_of(behind))]
 
 
 def test_a_bound_never_synchronises_and_true_does_once():

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loongforge import LossOptions, linear_cross_entropy
+from loongforge import (
+    LossOptions,
+    TeacherHead,
+    TeacherTopK,
+    cross_entropy,
+    linear_cross_entropy,
+    linear_distillation,
+    linear_logprobs,
+)
 from loongforge.plan import logits_budget
 from tests.helpers import loss_and_gradients, make_inputs, oracle, relative, upstream
 
@@ -168,6 +176,41 @@ def test_a_second_derivative_is_refused():
         assert torch.equal(gradient, wanted)
         with pytest.raises(RuntimeError, match="differentiate twice"):
             gradient.sum().backward()
+
+
+TWICE = {
+    "loss": lambda h, w, t: linear_cross_entropy(h, w, t),
+    "gradients in forward": lambda h, w, t: linear_cross_entropy(h, w, t, logits_budget_mb=1),
+    "logits kept": lambda h, w, t: linear_cross_entropy(h, w, t, reduction="none", logits_budget_mb="all").sum(),
+    "compaction": lambda h, w, t: linear_cross_entropy(h, w, t, compact_tokens=True),
+    "adapter": lambda h, w, t: linear_cross_entropy(h, w.detach(), t, adapter=(h, w)),
+    "checkpoint": lambda h, w, t: torch.utils.checkpoint.checkpoint(linear_cross_entropy, h, w, t, use_reentrant=False),
+    "logits": lambda h, w, t: cross_entropy(h @ w.t(), t),
+    "log-probabilities": lambda h, w, t: linear_logprobs(h, w, t).logprobs.sum(),
+    "teacher's head": lambda h, w, t: linear_distillation(h, w, TeacherHead(h.detach(), w.detach() + 1)),
+    "teacher's classes": lambda h, w, t: linear_distillation(
+        h, w, TeacherTopK(torch.full((len(t), 2), -2.0), torch.tensor([[1, 2]] * len(t)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_penalty_on_a_gradient_is_refused_and_not_left_out(name):
+    """By ``torch.autograd.grad`` too, which runs only the nodes on the way to what it is asked for."""
+    for count, wanted in enumerate((("hidden",), ("weight",), ("hidden", "weight"))):
+        inputs = make_inputs(12, 6, 19).leaves()
+        loss = TWICE[name](inputs.hidden, inputs.weight, inputs.target)
+        asked = [getattr(inputs, which) for which in wanted]
+        gradients = torch.autograd.grad(loss, asked, create_graph=True)
+        again = TWICE[name](inputs.hidden, inputs.weight, inputs.target)
+        for gradient, right in zip(gradients, torch.autograd.grad(again, asked), strict=True):
+            assert torch.equal(gradient, right) and gradient.requires_grad, count
+        total = loss + sum(gradient.square().sum() for gradient in gradients)
+        for leaf in inputs.tensors:
+            with pytest.raises(RuntimeError, match="differentiate twice .*from logits"):
+                torch.autograd.grad(total, leaf, retain_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            total.backward()
 
 
 def test_an_input_changed_between_forward_and_backward_is_an_error():
