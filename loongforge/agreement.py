@@ -35,7 +35,7 @@ def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[
     """
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as refused:
+    except Exception as refused:  # whatever it is, the others wait in the exchange
         _differences(parallel, options, tensors, refused)
         raise
     differences = _differences(parallel, options, tensors, None)
@@ -52,7 +52,8 @@ def _differences(
         return []
     _compared.add(parallel.group)
     facts = {"LCE_CHECK_RANKS": always} | _facts(options, tensors)
-    text = json.dumps([facts, None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]])
+    refusal = None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]
+    text = json.dumps([facts, refusal and refusal.encode("ascii", "replace").decode()])
     by_rank = [json.loads(text) for text in _exchange(text, parallel)]
     ranks = dist.get_process_group_ranks(parallel.group)
     found = []
@@ -94,15 +95,19 @@ def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, tuple):
-        return ", ".join(map(_describe, value))
+        return ", ".join(map(_describe, value))[:300]
     if isinstance(value, (bool, int, float, str)):
         return repr(value)[:100]
-    return f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{'nested' if value.is_nested else list(value.shape)} {value.dtype}"  # a nested tensor's cannot be read
 
 
 def _checksum(target: Any) -> int | None:
     """Sum of labels times positions, modulo 2**64."""
     if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.is_meta:
+        return None
+    if target.is_nested or target.layout != torch.strided:
         return None
     target_T = target.detach().reshape(-1).long()
     return int((target_T * torch.arange(1, len(target_T) + 1, device=target.device)).sum())

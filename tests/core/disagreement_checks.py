@@ -68,6 +68,24 @@ def what_a_rank_refuses_by_itself_reaches_the_others(world):
 
 
 @check
+def a_refusal_of_whatever_cannot_be_described_reaches_the_others(world):
+    """Layouts whose shape or labels cannot be read, and more tensors than fit into what is exchanged."""
+    labels = torch.arange(4)
+    strange = (
+        {"target": labels.to_sparse()},
+        {"target": torch.nested.nested_tensor([labels])},
+        {"adapter": tuple(torch.ones(4, 2) for _ in range(300))},
+    )
+    for arguments in strange:
+        group = dist.new_group()
+        with pytest.raises(Exception) as raised:
+            call(group, **(arguments if world.rank == 1 else {}))
+        assert not isinstance(raised.value, AssertionError), raised.value
+        assert world.rank == 1 or "rank 1" in str(raised.value), raised.value
+        assert call(dist.new_group()).isfinite()
+
+
+@check
 def what_may_differ(world):
     group = dist.new_group()
     call(group, impl="generic" if world.rank else "auto", logits_budget_mb="all" if world.rank else 0)
