@@ -43,9 +43,7 @@ def check_inputs(
             tensor = _check_plain_tensor(name, value)
             if tensor.device != hidden.device:
                 raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
-            _check_has_data(name, tensor)
-            if not torch.compiler.is_compiling():
-                sharded.refuse_shard(name, tensor)
+            check_is_here(name, tensor)
     _check_dtypes(hidden, weight, target, bias)
     _check_weight_shape(weight, hidden, options, parallel)
     _check_target_shape(hidden, target, parallel)
@@ -69,6 +67,7 @@ def check_token_weight(token_weight: torch.Tensor | None, target: torch.Tensor) 
             f"token_weight must have target's shape {list(target.shape)} on {target.device}, got "
             f"{list(token_weight.shape)} of {token_weight.dtype} on {token_weight.device}"
         )
+    check_is_here("token_weight", token_weight)
 
 
 def check_adapter(
@@ -83,6 +82,7 @@ def check_adapter(
         _check_plain_tensor(name, tensor)
         if tensor.dtype not in FLOAT_DTYPES or tensor.device != hidden.device:
             raise TypeError(f"{name} must be a float tensor on {hidden.device}, got {tensor.dtype} on {tensor.device}")
+        check_is_here(name, tensor)
     low_rank, up = adapter
     if low_rank.shape[:-1] != hidden.shape[:-1] or up.dim() != 2 or up.shape != (weight.shape[0], low_rank.shape[-1]):
         raise ValueError(
@@ -160,6 +160,13 @@ def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOpt
             )
     elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number or a scalar tensor, got {type(normalizer).__name__}")
+
+
+def check_is_here(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless ``tensor`` is dense and all of it is in memory."""
+    _check_has_data(name, tensor)
+    if not torch.compiler.is_compiling():
+        sharded.refuse_shard(name, tensor)
 
 
 def _check_has_data(name: str, tensor: torch.Tensor) -> None:

@@ -174,6 +174,7 @@ def _check_tensor(name: str, tensor: object, like: torch.Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, hidden on {like.device}: move them to one device")
+    checks.check_is_here(name, tensor)
 
 
 def _check_distributions(bad_T: torch.Tensor, teacher: TeacherTopK, num_classes: int) -> None:

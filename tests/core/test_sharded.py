@@ -88,3 +88,18 @@ def test_released_storage_is_refused_in_both_directions(inputs, budget):
         linear_cross_entropy(inputs.hidden, weight, inputs.target)
     with pytest.raises(RuntimeError, match="weight had shape .* 0 bytes"):
         loss.sum().backward()
+
+
+@pytest.mark.parametrize("name", ("low_rank", "up", "token_weight", "class_weight", "bias"))
+def test_whatever_was_released_is_refused(inputs, name):
+    tokens, rows = inputs.hidden.shape[0], inputs.weight.shape[0]
+    tensors = {
+        "low_rank": torch.ones(tokens, 2), "up": torch.ones(rows, 2), "token_weight": torch.ones(tokens),
+        "class_weight": torch.ones(rows), "bias": torch.ones(rows),
+    }  # fmt: skip
+    tensors = {key: tensor.double() for key, tensor in tensors.items()}
+    tensors[name].untyped_storage().resize_(0)
+    adapter = tensors.pop("low_rank"), tensors.pop("up")
+    shown = {"low_rank": r"adapter\[0\]", "up": r"adapter\[1\]"}.get(name, name)
+    with pytest.raises(ValueError, match=f"{shown} .* has no storage: whoever shards it .* released it"):
+        linear_cross_entropy(inputs.hidden.detach(), inputs.weight.detach(), inputs.target, adapter=adapter, **tensors)

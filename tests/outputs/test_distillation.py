@@ -342,3 +342,15 @@ def test_memory_is_that_of_a_few_chunks(divergence, given):
     measured = record_allocations(lambda: ours(inputs, teacher, divergence).sum().backward())
     assert measured.largest <= 4 * vocab * HIDDEN
     assert measured.peak <= 4 * (5 * vocab * HIDDEN + 300 * tokens) < 4 * tokens * vocab
+
+
+@pytest.mark.parametrize("field", ("head.hidden", "head.weight", "head.bias", "known.logprobs", "known.ids"))
+def test_a_released_teacher_is_refused(field):
+    """FSDP keeps a parameter and frees its storage, which torch would read all the same."""
+    case = make_case()
+    given, name = field.split(".")
+    teacher = case.head if given == "head" else TeacherTopK(*linear_top_k(case.head.hidden, case.head.weight, k=3)[:2])
+    released = getattr(teacher, name).clone()
+    released.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"teacher.{name} .* has no storage"):
+        linear_distillation(case.inputs.hidden, case.inputs.weight, replace(teacher, **{name: released}))
