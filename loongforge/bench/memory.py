@@ -148,8 +148,11 @@ def _draw_file(data_file: Path) -> str:
     _require_matplotlib(picture)
     try:
         recorded = json.loads(data_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--redraw needs a file that loongforge memory wrote: {error}") from error
+        _ = recorded["environment"]["device"], recorded["shape"], recorded["timelines"][0]["blocks"]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise UsageError(
+            f"--redraw needs a file that loongforge memory wrote, {data_file} is none: {type(error).__name__}: {error}"
+        ) from error
     draw(picture, recorded)
     return f"{picture}"
 

@@ -143,6 +143,18 @@ def test_bad_input(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text", ("", "[]", "{}", "null", "3", '{"environment": {"device": "cpu"}, "shape": {}, "timelines": []}')
+)
+def test_a_file_that_holds_something_else_is_not_drawn(text, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="needs matplotlib (pip install 'loongforge[plot]')")
+    file = tmp_path / "memory.json"
+    file.write_text(text)
+    assert cli.main(["memory", "--redraw", str(file)]) == 2
+    assert f"needs a file that loongforge memory wrote, {file} is none" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_without_matplotlib_nothing_is_recorded(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["memory", *SIZES, "--output", str(tmp_path / "a.png")]) == 2
