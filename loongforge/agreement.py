@@ -84,8 +84,9 @@ def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
     needed = [x.requires_grad for x in (tensors.get("hidden"), low_rank) if isinstance(x, torch.Tensor)]
     facts["hidden.requires_grad"] = any(needed) and torch.is_grad_enabled()
     if options.sequence_parallel and options.compact_tokens is False:  # backward gathers hidden, for weight's sake too
-        needed += [x.requires_grad for x in map(tensors.get, ("weight", "bias")) if isinstance(x, torch.Tensor)]
-        facts["hidden, weight or bias.requires_grad"] = any(needed) and torch.is_grad_enabled()
+        trained = (*map(tensors.get, ("weight", "bias")), *(adapter if isinstance(adapter, tuple) else ()))
+        needed += [x.requires_grad for x in trained if isinstance(x, torch.Tensor)]
+        facts["hidden, weight, bias or adapter.requires_grad"] = any(needed) and torch.is_grad_enabled()
     if isinstance(token_weight, torch.Tensor) and token_weight.layout == torch.strided:
         facts["the checksum of where token_weight is 0"] = _checksum((token_weight == 0).to(torch.int64))
     facts |= {name: repr(getattr(options, name))[:100] for name in OPTION_NAMES if name not in FREE}

@@ -107,8 +107,13 @@ def a_shard_may_be_frozen_unless_backward_would_wait_for_it(world):
             loss.backward()
         assert (weight.grad is None) == odd
 
-    with refused("hidden, weight or bias.requires_grad must be equal .* rank 0 has True, rank 1 has False"):
+    different = "hidden, weight, bias or adapter.requires_grad must be equal .* rank 0 has True, rank 1 has False"
+    with refused(different):
         step(False)
+    with refused(different):
+        adapter = torch.ones(4, 2), torch.ones(6, 2, requires_grad=not odd)
+        options = {"tp_group": dist.new_group(), "sequence_parallel": True}
+        linear_cross_entropy(torch.ones(4, 8), torch.ones(6, 8), target, adapter=adapter, **options)
     step(True)
     step(False, target[:4], sequence_parallel=False)
     step(False, compact_tokens=True)
