@@ -354,3 +354,24 @@ def test_a_released_teacher_is_refused(field):
     released.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=rf"teacher.{name} .* has no storage"):
         linear_distillation(case.inputs.hidden, case.inputs.weight, replace(teacher, **{name: released}))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("divergence", ("forward", "reverse"))
+def test_a_confident_teacher_leaves_a_rest_below_its_precision_and_not_nothing(divergence, dtype):
+    """The k probabilities of float32 add up to 1; the bucket must stay a lower bound of the whole divergence."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 8, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(50, 8, generator=generator, dtype=dtype).requires_grad_()
+    bias = torch.zeros(50, dtype=dtype)
+    bias[3] = 45.0
+    top = linear_top_k(torch.zeros(3, 8, dtype=dtype), torch.zeros(50, 8, dtype=dtype), 4, bias=bias)
+    loss = linear_distillation(
+        hidden, weight, TeacherTopK(top.logprobs, top.ids), divergence=divergence, reduction="none"
+    )
+    grads = torch.autograd.grad(loss.sum(), (hidden, weight))
+    assert all(grad.isfinite().all() for grad in grads)
+    log_p, log_q = (hidden @ weight.t()).double().log_softmax(1), bias.double().log_softmax(0).expand(3, 50)
+    a, b = (log_q, log_p) if divergence == "forward" else (log_p, log_q)
+    whole_T = (a.exp() * (a - b)).sum(1)
+    assert (loss <= whole_T + 1e-5).all() and (loss > 0).all()
