@@ -7,9 +7,11 @@ a CUDA graph is captured.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +26,39 @@ FREE = ("tp_group", "impl", "logits_budget_mb")
 """Options that may differ between ranks."""
 _BYTES = 4096
 _compared: WeakSet = WeakSet()
+_exchanges = [0]
+"""Number of exchanges so far."""
+
+
+def refusals_travel(function: Callable) -> Callable:
+    """Decorator of a public function: what it refuses before :func:`ranks_agree` runs reaches the other ranks too.
+
+    Its group is the argument ``tp_group`` or that of the :class:`LossOptions` among its arguments.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        before = _exchanges[0]
+        try:
+            return function(*args, **kwargs)
+        except Exception as refused:
+            if _exchanges[0] == before:
+                _tell(args, kwargs, refused)
+            raise
+
+    return wrapper
+
+
+def _tell(args: tuple, kwargs: Mapping[str, Any], refused: Exception) -> None:
+    given = (value for value in itertools.chain(args, kwargs.values()) if isinstance(value, LossOptions))
+    group = next((options.tp_group for options in given), kwargs.get("tp_group"))
+    try:
+        parallel = VocabParallel.from_group(group, False)
+    except (TypeError, ValueError, RuntimeError):
+        return  # nobody to tell
+    _differences(parallel, None, {}, refused)
 
 
 @contextmanager
@@ -40,30 +75,33 @@ def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[
         raise
     differences = _differences(parallel, options, tensors, None)
     if differences:
-        raise ValueError(differences[0])
+        raise ValueError("; ".join(differences))
 
 
 def _differences(
-    parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any], refused: Exception | None
+    parallel: VocabParallel, options: LossOptions | None, tensors: Mapping[str, Any], refused: Exception | None
 ) -> list[str]:
-    """What is not the same on all ranks, with every rank's; nothing where it is not the time to compare."""
-    always = env.check_ranks()
+    """The first thing that ranks do not share, and refusals; nothing where it is not the time to compare."""
+    always = options is not None and env.check_ranks()
     if parallel.size == 1 or _is_recorded() or not always and parallel.group in _compared:
         return []
     _compared.add(parallel.group)
-    facts = {"LCE_CHECK_RANKS": always} | _facts(options, tensors)
+    _exchanges[0] += 1
+    facts = {}
+    if options is not None:
+        facts = {"LCE_CHECK_RANKS": always, "LCE_CHECK_LABELS": env.check_labels()} | _facts(options, tensors)
     refusal = None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]
     text = json.dumps([facts, refusal and refusal.encode("ascii", "replace").decode()])
     by_rank = [json.loads(text) for text in _exchange(text, parallel)]
     ranks = dist.get_process_group_ranks(parallel.group)
     found = []
-    for name in facts:
+    for name in facts if all(others for others, _ in by_rank) else ():  # not where one has got no further than refusing
         values = [others.get(name) for others, _ in by_rank]
         if any(value != values[0] for value in values):
             listing = ", ".join(f"rank {rank} has {value}" for rank, value in zip(ranks, values, strict=True))
             found.append(f"{name} must be equal on all ranks of tp_group, but {listing}")
     refusals = [f"rank {rank}: {problem}" for rank, (_, problem) in zip(ranks, by_rank, strict=True) if problem]
-    return found + [f"other ranks of tp_group refuse this call ({refusal})" for refusal in refusals]
+    return found[:1] + [f"other ranks of tp_group refuse this call ({refusal})" for refusal in refusals]
 
 
 def _is_recorded() -> bool:
@@ -78,7 +116,7 @@ def _is_recorded() -> bool:
 def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal.  A rank may freeze its own shard where backward runs all the same."""
     facts: dict[str, Any] = {name: _describe(value) for name, value in tensors.items()}
-    adapter, token_weight = tensors.get("adapter"), tensors.get("token_weight")
+    adapter = tensors.get("adapter")
     low_rank = adapter[0] if isinstance(adapter, tuple) and adapter else None
     # Either makes backward run, whose collectives must run on all ranks.
     needed = [x.requires_grad for x in (tensors.get("hidden"), low_rank) if isinstance(x, torch.Tensor)]
@@ -87,8 +125,10 @@ def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
         trained = (*map(tensors.get, ("weight", "bias")), *(adapter if isinstance(adapter, tuple) else ()))
         needed += [x.requires_grad for x in trained if isinstance(x, torch.Tensor)]
         facts["hidden, weight, bias or adapter.requires_grad"] = any(needed) and torch.is_grad_enabled()
-    if isinstance(token_weight, torch.Tensor) and token_weight.layout == torch.strided:
-        facts["the checksum of where token_weight is 0"] = _checksum((token_weight == 0).to(torch.int64))
+    for name in ("token_weight", "class_weight", "normalizer"):
+        facts[f"the checksum of {name}"] = _bit_checksum(tensors.get(name))
+    if isinstance(tensors.get("hidden"), torch.Tensor):
+        facts["dtype of the matrix products"] = str(checks.compute_dtype(tensors["hidden"]))
     facts |= {name: repr(getattr(options, name))[:100] for name in OPTION_NAMES if name not in FREE}
     facts["the labels' checksum"] = _checksum(tensors["target"])
     return facts
@@ -112,6 +152,13 @@ def _checksum(target: Any) -> int | None:
         return None
     target_T = target.detach().reshape(-1).long()
     return int((target_T * torch.arange(1, len(target_T) + 1, device=target.device)).sum())
+
+
+def _bit_checksum(value: Any) -> int | None:
+    """The same of the bits of any plain tensor."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.is_nested or value.layout != torch.strided:
+        return None
+    return _checksum(value.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
 def _exchange(text: str, parallel: VocabParallel) -> list[str]:

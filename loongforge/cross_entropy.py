@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from loongforge import checks, env
-from loongforge.agreement import ranks_agree
+from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, StatisticsExchange, formula_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
 from loongforge.kernels.interface import RowStats
@@ -76,6 +76,7 @@ def _empty_stats(logits: torch.Tensor, call: Call) -> RowStats:
     return RowStats(torch.full_like(zeros_T, -torch.inf), zeros_T, zeros_T.clone(), weighted_sum_T)
 
 
+@refusals_travel
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -106,7 +107,8 @@ def cross_entropy(
     built = build_options(options)
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(built.tp_group, False)
-    with ranks_agree(parallel, built, {"logits": logits, "target": target, "class_weight": class_weight}):
+    given = {"logits": logits, "target": target, "class_weight": class_weight, "normalizer": normalizer}
+    with ranks_agree(parallel, built, given):
         _check(logits, target, built, inplace_backward)
     logits_TV = logits.reshape(-1, logits.shape[-1])
     if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:

@@ -19,15 +19,17 @@ import torch
 from torch import nn
 
 from loongforge import checks, env, operators, sharded
-from loongforge.agreement import ranks_agree
+from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Labels, WeightGradSink, prepare_call
 from loongforge.compact import CarriedTokens
+from loongforge.dispatch import row_kernels
 from loongforge.gradients_in_forward import LossSum, gradient_bytes
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.per_token import LossPerToken
 
 
+@refusals_travel
 def fused_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -50,11 +52,14 @@ def fused_loss(
         hidden, weight, target, bias, options = sharded.local_parts(hidden, weight, target, bias, options)
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
     given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    given |= {"class_weight": class_weight, "token_weight": token_weight, "adapter": adapter}
+    given |= {"class_weight": class_weight, "token_weight": token_weight, "adapter": adapter, "normalizer": normalizer}
     with nullcontext() if compiling else ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
         checks.check_token_weight(token_weight, target)
         checks.check_adapter(adapter, hidden, weight)
+        if parallel.size > 1 and not compiling:  # what only this rank's device or environment refuses
+            kernels = row_kernels(hidden.device, options, checks.compute_dtype(hidden), class_weight is not None)
+            env.logits_budget_mb(), env.vocab_split_size(kernels.name, "FWD"), env.vocab_split_size(kernels.name, "BWD")
     num_classes = options.vocab_size or weight.shape[0] * parallel.size
     wide = torch.promote_types(checks.compute_dtype(hidden), torch.float32)
     if class_weight is not None:
@@ -151,6 +156,7 @@ def _denominator(
     return torch.where(valid_T.any() | (count != 0), count, 1).to(dtype)
 
 
+@refusals_travel
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from loongforge import checks, env
-from loongforge.agreement import ranks_agree
+from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import prepare_call
 from loongforge.loss import reduce_loss, with_options_spelled_out
 from loongforge.options import LossOptions
@@ -22,6 +22,7 @@ OPTIONS = ("reduction", "ignore_index", *HEAD_OPTIONS, "logits_budget_mb")
 DIVERGENCES = ("forward", "reverse")
 
 
+@refusals_travel
 def linear_distillation(
     hidden: torch.Tensor,
     weight: torch.Tensor,

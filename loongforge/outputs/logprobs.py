@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loongforge import checks, chunks, env
-from loongforge.agreement import ranks_agree
+from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, head_of, prepare_call, refusing_second_derivatives
 from loongforge.compact import CarriedTokens
 from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
@@ -156,6 +156,7 @@ class _LogProbsPerToken(torch.autograd.Function):
         return *grads, None, None, None
 
 
+@refusals_travel
 def linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -151,7 +151,7 @@ def teacher_of(logprobs_TK: torch.Tensor, ids_TK: torch.Tensor, rest: str, num_c
         log_q_TK = logprobs_TK.log_softmax(1)
         return _Teacher(log_q_TK, torch.full_like(log_q_TK[:, 0], -torch.inf), bad_T)
     mass_T = logprobs_TK.double().exp().sum(1)
-    # The rest of a confident teacher is below the precision of its probabilities, and not 0, which reverse would not bear.
+    # A confident teacher's rest is below the precision of its probabilities, and not 0, which reverse would not bear.
     rest_T = (1.0 - mass_T).clamp(min=torch.finfo(logprobs_TK.dtype).eps / 2)
     log_q_rest_T = rest_T.log().to(logprobs_TK.dtype)
     if ids_TK.shape[1] == num_classes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from loongforge import checks, chunks
-from loongforge.agreement import ranks_agree
+from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import StatisticsExchange, head_of, prepare_call
 from loongforge.kernels.generic import first_k
 from loongforge.kernels.interface import NO_CLASS, LogitTransform, OutputKernels, RowStats
@@ -49,6 +49,7 @@ class _Largest(PassedOn):
 
 
 @torch.no_grad()
+@refusals_travel
 def linear_top_k(
     hidden: torch.Tensor,
     weight: torch.Tensor,

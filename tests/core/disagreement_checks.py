@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from loongforge import cross_entropy, linear_cross_entropy
+from loongforge import TeacherTopK, cross_entropy, linear_cross_entropy, linear_distillation, linear_logprobs
 from tests.core.sharding import counted_collectives
 from tests.core.worlds import registry
 
@@ -83,6 +83,48 @@ def a_refusal_of_whatever_cannot_be_described_reaches_the_others(world):
         assert not isinstance(raised.value, AssertionError), raised.value
         assert world.rank == 1 or "rank 1" in str(raised.value), raised.value
         assert call(dist.new_group()).isfinite()
+
+
+@check
+def what_a_rank_refuses_before_it_compares_reaches_the_others(world):
+    """Options, and what one host's environment does not allow."""
+    odd = world.rank == 1
+    options = ({"label_smoothing": 1.5}, {"reduction": "avg"}, {"no_such_option": 1}, {"impl": "triton"})
+    variables = (("LCE_CHECK_RANKS", "yes"), ("LCE_LOGITS_BUDGET_MB", "many"), ("LCE_IMPL", "triton"))
+    variables += (("LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE", "0"),)
+    cases = [(given, None) for given in options] + [({}, variable) for variable in variables]
+    for given, variable in cases:
+        if odd and variable:
+            os.environ[variable[0]] = variable[1]
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+            call(dist.new_group(), **(given if odd else {}))
+        if variable:
+            os.environ.pop(variable[0], None)
+        assert odd or "rank 1: " in str(raised.value), (given, variable, raised.value)
+    for function in (linear_logprobs, linear_distillation):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            arguments = (torch.ones(4, 8), torch.ones(6, 8), torch.arange(4))
+            if function is linear_distillation:
+                arguments = (*arguments[:2], TeacherTopK(torch.full((4, 2), -1.0), torch.arange(2).expand(4, 2)))
+            function(*arguments, tp_group=dist.new_group(), **({"temperature": -1.0} if odd else {}))
+        assert odd or "rank 1: " in str(raised.value), raised.value
+
+
+@check
+def numbers_and_weights_are_compared_by_value(world):
+    odd = world.rank == 1
+    one = torch.ones(4)
+    cases = {
+        "normalizer must be equal .* rank 0 has 2.0, rank 1 has 3.0": {"normalizer": 2.0 + odd},
+        "checksum of normalizer": {"normalizer": torch.tensor(2.0 + odd)},
+        "checksum of class_weight": {"class_weight": torch.ones(6 * world.size) * (1 + odd)},
+        "checksum of token_weight": {"token_weight": one * (1 + odd)},
+    }
+    for pattern, arguments in cases.items():
+        with refused(pattern):
+            call(dist.new_group(), **arguments)
+    with torch.autocast("cpu", torch.bfloat16, enabled=odd), refused("dtype of the matrix products must be equal"):
+        call(dist.new_group())
 
 
 @check

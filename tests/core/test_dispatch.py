@@ -35,7 +35,9 @@ TABLE = (
 )
 
 
-@pytest.mark.parametrize(("arch", "missing", "expected"), TABLE, ids=lambda value: "" if callable(value) else str(value))
+@pytest.mark.parametrize(
+    ("arch", "missing", "expected"), TABLE, ids=lambda value: "" if callable(value) else str(value)
+)
 def test_auto(arch, missing, expected):
     choice = select(arch, OPTIONS, torch.bfloat16, "auto", missing)
     assert choice.impl == expected and str(arch) in choice.reason

@@ -231,7 +231,7 @@ def what_is_asked_for_must_be_the_same_on_all_ranks(world):
         "teacher, scaled": lambda group: linear_distillation(
             *arguments, replace(head, logit_scale=1.0 + odd), tp_group=group
         ),
-        "the checksum of where token_weight is 0": lambda group: linear_cross_entropy(
+        "the checksum of token_weight": lambda group: linear_cross_entropy(
             *arguments, local.target, token_weight=ignored, compact_tokens=True, tp_group=group
         ),
         "hidden.requires_grad": lambda group: linear_cross_entropy(
