@@ -50,9 +50,9 @@ def parse_shape(text: str) -> HeadShape:
 
 
 def positive(text: str) -> int:
-    """Type of a flag that takes a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    """Type of a flag that takes a whole number from 1 to 2**31 - 1."""
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 1 << 31):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 2**31 - 1, got {text!r}")
     return int(text)
 
 

@@ -12,6 +12,8 @@ from loongforge.planning.predict import Layer, Rates, Work, peak_bytes
 MARGIN = 1.05
 """Free memory must hold this many times the predicted peak: predictions are within 5% of what was measured."""
 MIB = 1 << 20
+MOST_BUDGETS = 2048
+"""Budgets tried at most: a larger vocabulary is walked in larger steps."""
 
 
 @dataclass(frozen=True)
@@ -45,5 +47,6 @@ def recommend(layer: Layer, free_bytes: int, rates: Rates | None, with_tiles: bo
 def _budgets(layer: Layer) -> Iterable[int | str]:
     """Every budget that makes a difference: a whole MiB for each multiple of rows that could be kept."""
     bytes_per_row = layer.shape.tokens * layer.itemsize
-    steps = range(0, layer.shape.vocab, KEPT_MULTIPLE)
+    multiples = -(-layer.shape.vocab // KEPT_MULTIPLE)
+    steps = range(0, layer.shape.vocab, KEPT_MULTIPLE * -(-multiples // MOST_BUDGETS))
     return [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]

@@ -79,8 +79,10 @@ def _of_training_config(path: Path) -> Sizes:
 
 def _of_hugging_face(path: Path, flags: argparse.Namespace) -> Sizes:
     """What the file says of what no flag does: the rest of it may be missing or unreadable."""
+    if path.is_dir():
+        path /= "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--hf {path} cannot be read as JSON: {error}") from error
     text = config.get("text_config") if isinstance(config, dict) else None
@@ -89,7 +91,7 @@ def _of_hugging_face(path: Path, flags: argparse.Namespace) -> Sizes:
     def find(*names: str) -> Any:
         return next((source[name] for source in sources for name in names if source.get(name) is not None), None)
 
-    hidden, vocab = find("hidden_size", "n_embd", "d_model"), find("vocab_size")
+    hidden, vocab = find("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"), find("vocab_size")
     for flag, name, value in (("hidden", "hidden_size", hidden), ("vocab", "vocab_size", vocab)):
         if getattr(flags, flag) is None and (type(value) is not int or value < 1):
             raise UsageError(f"--hf {path} must hold a whole number {name}, got {value!r}: say --{flag}")

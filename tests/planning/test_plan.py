@@ -307,3 +307,28 @@ def test_flags_that_argparse_refuses(capsys, words):
     with pytest.raises(SystemExit) as stop:
         run(capsys, *words)
     assert stop.value.code == 2 and "error: argument" in capsys.readouterr().err
+
+
+def test_a_huge_vocabulary_tries_a_bounded_number_of_budgets(monkeypatch):
+    """And still finds one that fits and nearly fills what is free."""
+    asked = layer(16384, 4096, 100_000_000)
+    tried = []
+    monkeypatch.setattr(advise, "row", lambda *given, row=advise.row: tried.append(given) or row(*given))
+    best = advise.recommend(asked, 2 << 40, None, False)
+    assert len(tried) <= advise.MOST_BUDGETS + 2
+    assert best is not None and 0.98 * (2 << 40) < best.peak_bytes * advise.MARGIN <= 2 << 40
+
+
+def test_a_folder_a_byte_order_mark_and_a_projected_embedding(capsys, tmp_path):
+    """OPT-350m's head is as wide as its embedding, not as its layers."""
+    config = {"hidden_size": 1024, "word_embed_proj_dim": 512, "vocab_size": 50272, "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    report = json.loads(run(capsys, "--hf", str(tmp_path), "--tokens", "128", "--json")[1])
+    assert report["layer"]["hidden"] == 512 and report["layer"]["vocab"] == 50272
+
+
+@pytest.mark.parametrize("number", ("99999999999", "0", "-1", "\u0663", "1.5"))
+def test_sizes_are_whole_numbers_that_a_tensor_can_have(capsys, number):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--tokens", number, "--hidden", "8", "--vocab", "9"])
+    assert "must be a whole number from 1 to 2**31 - 1" in capsys.readouterr().err or number == "-1"
