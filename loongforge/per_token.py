@@ -127,7 +127,7 @@ class LossPerToken(torch.autograd.Function):
             # Not through save_for_backward: the first backward overwrites them and lets them go.
             ctx.kept = KeptLogits.of(result.kept, call.reservation)
             ctx.call = replace(call, reservation=None)
-            ctx.shapes = [None if tensor is None else tensor.shape for tensor in (weight, bias, base_weight)]
+            ctx.shapes = sharded.shapes_of(weight, bias, base_weight)
         return result.loss_T
 
     @staticmethod

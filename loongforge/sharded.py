@@ -33,6 +33,11 @@ def refuse_shard(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def shapes_of(*tensors: torch.Tensor | None) -> list[torch.Size | None]:
+    """In forward: what :func:`require_unchanged` compares with."""
+    return [None if tensor is None else tensor.shape for tensor in tensors]
+
+
 def require_unchanged(names: Sequence[str], tensors: Sequence[torch.Tensor | None], shapes: Sequence[Any]) -> None:
     """In backward: raise ``RuntimeError`` where a parameter is no longer what forward read."""
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):

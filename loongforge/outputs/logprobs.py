@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from loongforge import checks, chunks, env
+from loongforge import checks, chunks, env, sharded
 from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, head_of, prepare_call, refusing_second_derivatives
 from loongforge.compact import CarriedTokens
@@ -133,12 +133,14 @@ class _LogProbsPerToken(torch.autograd.Function):
             )  # fmt: skip
             ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
+            ctx.shapes = sharded.shapes_of(weight, bias)
         return logprob_T, log_sum_exp_T, entropy_T, prediction_T
 
     @staticmethod
     @refusing_second_derivatives
     def backward(ctx, grad_logprob_T, grad_log_sum_exp_T, grad_entropy_T, _):  # noqa: D102
         hidden, weight, bias, target_T, max_T, sum_exp_T, mean_T, ignored_T, out_of_range_T = ctx.saved_tensors
+        sharded.require_unchanged(("weight", "bias"), (weight, bias), ctx.shapes)
         kept, ctx.kept = ctx.kept, None
         labels = Labels(ignored_T, out_of_range_T)
         onehot_T = labels.mark_(torch.zeros_like(max_T) if grad_logprob_T is None else -grad_logprob_T.to(max_T.dtype))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loongforge import chunks
+from loongforge import chunks, sharded
 from loongforge.call import Call, Labels, head_of, refusing_second_derivatives
 from loongforge.kernels.interface import (
     LogitTransform,
@@ -161,6 +161,7 @@ class DivergenceFromHead(torch.autograd.Function):
             )  # fmt: skip
             ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call, ctx.rest = replace(call, reservation=None), (teacher_transform, is_reverse)
+            ctx.shapes = sharded.shapes_of(weight, bias, teacher_weight, teacher_bias)
         return labels.mark_(divergence_T)
 
     @staticmethod
@@ -168,6 +169,8 @@ class DivergenceFromHead(torch.autograd.Function):
     def backward(ctx, grad_T):  # noqa: D102
         (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, ignored_T,
          max_T, sum_exp_T, teacher_max_T, teacher_sum_exp_T, gap_T) = ctx.saved_tensors  # fmt: skip
+        names = ("weight", "bias", "teacher.weight", "teacher.bias")
+        sharded.require_unchanged(names, (weight, bias, teacher_weight, teacher_bias), ctx.shapes)
         (teacher_transform, is_reverse), call = ctx.rest, ctx.call
         kept, ctx.kept = ctx.kept, None
         labels = Labels(ignored_T, torch.zeros_like(ignored_T))

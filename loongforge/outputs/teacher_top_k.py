@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from loongforge import chunks
+from loongforge import chunks, sharded
 from loongforge.call import Call, Labels, StatisticsExchange, head_of, refusing_second_derivatives
 from loongforge.kernels.generic import times_slope_, transformed
 from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
@@ -204,6 +204,7 @@ class DivergenceFromTopK(torch.autograd.Function):
             )  # fmt: skip
             ctx.kept = KeptLogits.of(kept, call.reservation)
             ctx.call = replace(call, reservation=None)
+            ctx.shapes = sharded.shapes_of(weight, bias)
         return labels.mark_(divergence_T)
 
     @staticmethod
@@ -211,6 +212,7 @@ class DivergenceFromTopK(torch.autograd.Function):
     def backward(ctx, grad_T):  # noqa: D102
         (hidden, weight, bias, local_TK, unit_TK, unit_rest_T, max_T, sum_exp_T,
          ignored_T, out_of_range_T) = ctx.saved_tensors  # fmt: skip
+        sharded.require_unchanged(("weight", "bias"), (weight, bias), ctx.shapes)
         kept, ctx.kept = ctx.kept, None
         labels = Labels(ignored_T, out_of_range_T)
         grad_T = labels.mark_(grad_T.to(max_T.dtype, copy=True))

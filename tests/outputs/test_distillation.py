@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loongforge import TeacherHead, TeacherTopK, linear_distillation, linear_top_k
+from loongforge import TeacherHead, TeacherTopK, linear_distillation, linear_logprobs, linear_top_k
 from loongforge.plan import logits_budget
 from tests.core.test_no_sync import Forbidden
 from tests.helpers import LOW_PRECISION, poison_memory, record_allocations, relative, upstream
@@ -375,3 +375,21 @@ def test_a_confident_teacher_leaves_a_rest_below_its_precision_and_not_nothing(d
     a, b = (log_q, log_p) if divergence == "forward" else (log_p, log_q)
     whole_T = (a.exp() * (a - b)).sum(1)
     assert (loss <= whole_T + 1e-5).all() and (loss > 0).all()
+
+
+@pytest.mark.parametrize("which", ("weight", "teacher.weight", "top k", "logprobs"))
+def test_a_weight_released_before_backward_is_named(which):
+    """As sharded training releases it, which torch reports as an address."""
+    hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(20, 8)
+    of_teacher = torch.randn(20, 8)
+    if which == "logprobs":
+        loss = linear_logprobs(hidden, weight, torch.arange(3)).logprobs.sum()
+    elif which == "top k":
+        teacher = TeacherTopK(torch.full((3, 2), -1.0), torch.arange(2).expand(3, 2))
+        loss = linear_distillation(hidden, weight, teacher)
+    else:
+        loss = linear_distillation(hidden, weight, TeacherHead(torch.randn(3, 8), of_teacher))
+    released, name = (of_teacher, "teacher.weight") if which == "teacher.weight" else (weight, "weight")
+    released.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=rf"^{name} had shape .* was released before backward"):
+        loss.backward()
