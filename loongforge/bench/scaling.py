@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from loongforge.bench.shapes import SHAPES, HeadShape
+from loongforge.bench.tensor_parallel_report import share_text
 from loongforge.plan import plan_chunks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +199,7 @@ def measured_table(recorded: Mapping[str, Any] | None, machine: Machine) -> list
         cells = [
             head["name"], result["variant"], f"{result['step_ms']:.2f}", f"{result['ratio']:.3f}",
             f"{result['series_ms']:.2f}", f"{result['exposed_ms']:.2f}", f"{model:.2f}",
-            f"{result['collectives_ms']:.2f}", f"{result['hidden_share']:.0%}", *memory,
+            f"{result['collectives_ms']:.2f}", share_text(result["hidden_share"]), *memory,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

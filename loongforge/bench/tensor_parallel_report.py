@@ -21,7 +21,7 @@ COLUMNS = (
     ("without", lambda r: f"{r.silent_ms:.2f}"),
     ("exposed", lambda r: f"{r.exposed_ms:.3f} +- {r.exposed_spread_ms:.3f}"),
     ("alone", lambda r: f"{r.collectives_ms:.3f}"),
-    ("hidden", lambda r: f"{r.hidden_share:.0%}"),
+    ("hidden", lambda r: share_text(r.hidden_share)),
     ("begun first", lambda r: f"{r.begun_first_ms:.2f}"),
     ("high priority", lambda r: f"{r.high_priority_ms:.2f}"),
     ("both", lambda r: f"{r.both_ms:.2f}"),
@@ -72,6 +72,11 @@ class Result:
     def hidden_share(self) -> float:
         """Share of the collectives' own time that the step does not see."""
         return 1 - self.exposed_ms / self.collectives_ms
+
+
+def share_text(share: float) -> str:
+    """A share, or that it is lost in the noise of the times it comes from."""
+    return f"{share:.0%}" if 0 <= share <= 1 or share != share else "noise"
 
 
 def table(shape: HeadShape, results: Sequence[Result], ranks: int) -> str:
