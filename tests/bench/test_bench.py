@@ -207,7 +207,7 @@ def test_unknown_budgets_names_and_devices_are_refused(capsys):
     for sizes in (("--tokens", "0"), ("--repetitions", "x")):
         with pytest.raises(SystemExit):
             arguments(*sizes)
-        assert "must be a whole number of at least 1" in capsys.readouterr().err
+        assert "must be a whole number from 1 to 2**31 - 1" in capsys.readouterr().err
 
 
 def test_the_command_measures_and_draws(tmp_path, capsys):
