@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,3 +175,8 @@ def poison_memory(monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest error; NaN counts as infinite, whereas ``max`` passes over it unless it comes first."""
+    return max(math.inf if math.isnan(error) else error for error in errors)

@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from loongforge.kernels.triton_rows import LOG2_E, _float_from_bits, _gradient, _offset, _transform
-from loongforge.kernels.triton_tiles import TritonTileKernels, _tile_position
+from loongforge.kernels.triton_rows import _float_from_bits, _gradient
+from loongforge.kernels.triton_tiles import TritonTileKernels, _store_statistics, _tile_position
 
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
 _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -121,30 +121,15 @@ def _store(out_desc, staging, row, column, tile):
 def _statistics_tiles(ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens, num_classes,
                       hidden_size, factor, softcap, TRANSFORM: gl.constexpr, WEIGHTED_SUM: gl.constexpr,
                       WARPGROUP: gl.constexpr):  # fmt: skip
-    num_tiles_c = gl.cdiv(num_classes, BLOCK_C)
-    num_tiles = gl.cdiv(num_tokens, BLOCK_T) * num_tiles_c
+    num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         row = tile_t * BLOCK_T + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
         column = tile_c * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, TILE))
         z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, WARPGROUP)
-        row_exists = row < num_tokens
-        exists = (column < num_classes)[None, :]
-        x, _ = _transform(z, factor, softcap, TRANSFORM)
-        partial = partial_ptr + tile_c.to(gl.int64) * num_tokens + row
-        plane = num_tiles_c.to(gl.int64) * num_tokens
-        if WEIGHTED_SUM:
-            weighted = gl.where(exists, x, 0.0)
-            if class_weight_ptr is not None:
-                weighted *= gl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
-            gl.store(partial + 2 * plane, gl.sum(weighted, 1), mask=row_exists)
-        if (tile_c + 1) * BLOCK_C > num_classes:  # only the last tiles pay for the mask
-            x = gl.where(exists, x, float("-inf"))
-        tile_max = gl.max(x, 1)
-        tile_sum = gl.sum(gl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
-        gl.store(partial, tile_max, mask=row_exists)
-        gl.store(partial + plane, tile_sum, mask=row_exists)
+        _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor,
+                          softcap, TRANSFORM, WEIGHTED_SUM, BLOCK_C)  # fmt: skip
 
 
 @gluon.jit
@@ -263,7 +248,7 @@ class GluonTileKernels(TritonTileKernels):
         # Warps of the first warpgroup; fusion whatever this Triton's default.
         return statistics_kernel, tile_gradient_kernel, {"num_warps": 4, "enable_fp_fusion": True}
 
-    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, Any]:
+    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, ...]:
         return _descriptor(hidden_TH, ROWS, BLOCK_H), _descriptor(weight_CH, BLOCK_C, BLOCK_H)
 
     def _output(self, out_TC: torch.Tensor) -> Any:

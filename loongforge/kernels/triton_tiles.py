@@ -65,6 +65,27 @@ def _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes
 
 
 @triton.jit
+def _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor, softcap,
+                      TRANSFORM: tl.constexpr, WEIGHTED_SUM: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
+    """Maximum, sum of exponentials and weighted sum of every row of a tile of logits ``z``."""
+    row_exists, exists = row < num_tokens, (column < num_classes)[None, :]
+    x, _ = _transform(z, factor, softcap, TRANSFORM)
+    partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
+    plane = tl.cdiv(num_classes, BLOCK_C).to(tl.int64) * num_tokens
+    if WEIGHTED_SUM:
+        weighted = tl.where(exists, x, 0.0)
+        if class_weight_ptr is not None:
+            weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
+        tl.store(partial + 2 * plane, tl.sum(weighted, 1), mask=row_exists)
+    if (tile_c + 1) * BLOCK_C > num_classes:  # only the last tiles pay for the mask
+        x = tl.where(exists, x, float("-inf"))
+    tile_max = tl.max(x, 1)
+    tile_sum = tl.sum(tl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
+    tl.store(partial, tile_max, mask=row_exists)
+    tl.store(partial + plane, tile_sum, mask=row_exists)
+
+
+@triton.jit
 def _store(desc, row, column, tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     """Store a tile through shared memory, in halves so that it fits beside the pipeline's buffers."""
     left, right = tl.split(tl.permute(tl.reshape(tile, (BLOCK_T, 2, BLOCK_C // 2)), (0, 2, 1)))
@@ -97,31 +118,15 @@ def statistics_kernel(
 ):
     factor = _float_from_bits(factor_bits, tl.float32)
     softcap = _float_from_bits(softcap_bits, tl.float32)
-    num_tiles_c = tl.cdiv(num_classes, BLOCK_C)
-    num_tiles = tl.cdiv(num_tokens, BLOCK_T) * num_tiles_c
+    num_tiles = tl.cdiv(num_tokens, BLOCK_T) * tl.cdiv(num_classes, BLOCK_C)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         z = _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes, hidden_size,
                          BLOCK_T, BLOCK_C, BLOCK_H)  # fmt: skip
         row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
         column = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        row_exists = row < num_tokens
-        exists = (column < num_classes)[None, :]
-
-        x, _ = _transform(z, factor, softcap, TRANSFORM)
-        partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
-        plane = num_tiles_c.to(tl.int64) * num_tokens
-        if WEIGHTED_SUM:
-            weighted = tl.where(exists, x, 0.0)
-            if class_weight_ptr is not None:
-                weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
-            tl.store(partial + 2 * plane, tl.sum(weighted, 1), mask=row_exists)
-        if (tile_c + 1) * BLOCK_C > num_classes:  # only the last tiles pay for the mask
-            x = tl.where(exists, x, float("-inf"))
-        tile_max = tl.max(x, 1)
-        tile_sum = tl.sum(tl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
-        tl.store(partial, tile_max, mask=row_exists)
-        tl.store(partial + plane, tile_sum, mask=row_exists)
+        _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor,
+                          softcap, TRANSFORM, WEIGHTED_SUM, BLOCK_C)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -279,10 +284,7 @@ _TMA_BYTES = 16
 
 
 class TritonTileKernels:
-    """:class:`loongforge.kernels.interface.TileKernels` for Hopper.
-
-    A subclass replaces the four members before :meth:`supports`; its kernels take the same arguments.
-    """
+    """``interface.TileKernels`` for Hopper; a subclass replaces the four members before :meth:`supports`."""
 
     block_c = CONFIG.block_c
 
@@ -290,12 +292,10 @@ class TritonTileKernels:
         """Statistics kernel, gradient kernel and how to launch them."""
         return statistics_kernel, tile_gradient_kernel, CONFIG.meta()
 
-    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, Any]:
+    def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of aligned operands."""
-        return (
-            TensorDescriptor.from_tensor(hidden_TH, [CONFIG.block_t, CONFIG.block_h]),
-            TensorDescriptor.from_tensor(weight_CH, [CONFIG.block_c, CONFIG.block_h]),
-        )
+        both = (hidden_TH, CONFIG.block_t), (weight_CH, CONFIG.block_c)
+        return tuple(TensorDescriptor.from_tensor(operand, [rows, CONFIG.block_h]) for operand, rows in both)
 
     def _output(self, out_TC: torch.Tensor) -> Any:
         return TensorDescriptor.from_tensor(out_TC, [CONFIG.block_t, CONFIG.block_c // 2])

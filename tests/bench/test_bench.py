@@ -19,6 +19,7 @@ from loongforge.bench.progress import Progress
 from loongforge.bench.report import draw, duels, table, write_json
 from loongforge.bench.shapes import SHAPES, HeadShape, parse_shape, shapes_of
 from loongforge.errors import UsageError
+from tests.helpers import worst
 
 SHAPE = HeadShape("tiny", 37, 16, 101)
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_a_right_contender_is_measured(problem, per_token):
     result = measure(contender, SHAPE, problem, repetitions=1)
     assert result.status == "ok"
     assert result.step_ms > 0 and result.forward_ms > 0 and result.ratio == result.step_ms / result.floor_ms
-    assert max(result.errors.values()) < 1e-5
+    assert worst(result.errors.values()) < 1e-5
     logits, gradients = SHAPE.tokens * SHAPE.vocab * 4, SHAPE.vocab * SHAPE.hidden * 4
     assert max(2 * logits, logits + gradients) < result.peak_mib * 2**20 < 4 * logits + 2 * gradients
 

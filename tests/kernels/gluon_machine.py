@@ -240,7 +240,7 @@ def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
     plain = {"tl": types.SimpleNamespace(**_shared_functions()), "LOG2_E": triton_rows.LOG2_E.value}
     plain |= {name: getattr(triton_rows, name).value for name in ("IDENTITY", "SCALE", "SOFTCAP")}
     for module in (triton_rows, triton_tiles):
-        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position"):
+        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position", "_store_statistics"):
             if hasattr(getattr(module, name, None), "fn"):
                 plain[name] = types.FunctionType(getattr(module, name).fn.__code__, plain, name)
     replaced = {name: function for name, function in plain.items() if hasattr(gluon_tiles, name)}

@@ -13,6 +13,7 @@ import torch
 from loongforge import LossOptions, linear_cross_entropy
 from loongforge.kernels.reference import reference_loss
 from loongforge.plan import KEPT_MULTIPLE
+from tests.helpers import poison_memory, worst
 from tests.kernels import gluon_machine
 from tests.kernels.triton_cases import DEVICE, INTERPRETED
 
@@ -31,7 +32,7 @@ OPTIONS = (
 
 @pytest.fixture(params=("triton", "gluon"))
 def tiles(request, monkeypatch):
-    """The tile kernels, put in the place where dispatch chooses, and a record of their calls."""
+    """The tile kernels, put in the place where dispatch chooses, and a record of their calls; memory starts as NaN."""
     from loongforge import call
     from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles
 
@@ -42,6 +43,7 @@ def tiles(request, monkeypatch):
     else:
         kernels = triton_tiles.TritonTileKernels()
     kernels.calls = []
+    poison_memory(monkeypatch)
 
     def recorded(name):
         original = getattr(kernels, name)
@@ -105,7 +107,7 @@ def test_loss_of_unrounded_logits_and_gradients(tiles, monkeypatch, options, dty
     for with_bias, weights in itertools.product((True, False), (None, class_weight)):
         _, _, (loss_error, *grad_errors) = run(inputs, with_bias, weights, **options)
         assert loss_error < 1e-6, "logits were rounded, or worse"
-        assert max(grad_errors) < (1e-3 if dtype == torch.float16 else 6e-3), grad_errors
+        assert worst(grad_errors) < (1e-3 if dtype == torch.float16 else 6e-3), grad_errors
     assert tiles.calls.count("accumulate") == 4 and tiles.calls.count("gradient") == 12
 
 
@@ -118,7 +120,7 @@ def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
     _, _, errors = run(inputs, logit_scale=0.7)
     assert tiles.calls == ["accumulate", "gradient"]
     assert errors[0] < 1e-6 or num_classes == 1
-    assert max(errors[1:]) < 1e-3 or num_classes == 1
+    assert worst(errors[1:]) < 1e-3 or num_classes == 1
 
 
 def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
@@ -156,7 +158,7 @@ def test_infinite_logits_behave_as_in_torch(tiles):
     bias[:256] = -torch.inf  # a whole tile
     target[:] = 299
     _, _, errors = run([hidden, weight, bias, target, upstream])
-    assert max(errors) < 1e-3
+    assert worst(errors) < 1e-3
 
 
 def test_repeats_bit_for_bit(tiles):
@@ -200,7 +202,7 @@ def test_the_machine_without_a_gpu_notices_missing_waits(tiles, monkeypatch, mis
         _, _, errors = run(make(70, 520, 300, torch.float16))
     except AssertionError:
         return  # the machine itself objected
-    assert not max(errors) < 1e-3
+    assert not worst(errors) < 1e-3
 
 
 def test_a_misaligned_hidden_is_copied(tiles):
