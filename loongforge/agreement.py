@@ -58,7 +58,11 @@ def _tell(args: tuple, kwargs: Mapping[str, Any], refused: Exception) -> None:
         parallel = VocabParallel.from_group(group, False)
     except (TypeError, ValueError, RuntimeError):
         return  # nobody to tell
-    _differences(parallel, None, {}, refused)
+    try:
+        always = env.check_ranks()
+    except ValueError:  # it may be what was refused
+        always = False
+    _differences(parallel, None, {}, refused, always)
 
 
 @contextmanager
@@ -71,18 +75,21 @@ def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[
     try:
         yield
     except Exception as refused:  # whatever it is, the others wait in the exchange
-        _differences(parallel, options, tensors, refused)
+        _differences(parallel, options, tensors, refused, env.check_ranks())
         raise
-    differences = _differences(parallel, options, tensors, None)
+    differences = _differences(parallel, options, tensors, None, env.check_ranks())
     if differences:
         raise ValueError("; ".join(differences))
 
 
 def _differences(
-    parallel: VocabParallel, options: LossOptions | None, tensors: Mapping[str, Any], refused: Exception | None
+    parallel: VocabParallel,
+    options: LossOptions | None,
+    tensors: Mapping[str, Any],
+    refused: Exception | None,
+    always: bool,
 ) -> list[str]:
     """The first thing that ranks do not share, and refusals; nothing where it is not the time to compare."""
-    always = options is not None and env.check_ranks()
     if parallel.size == 1 or _is_recorded() or not always and parallel.group in _compared:
         return []
     _compared.add(parallel.group)

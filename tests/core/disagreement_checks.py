@@ -176,6 +176,8 @@ def only_the_first_call_or_every_one(world):
         assert counts == {"gather": 2}, counts
         with refused("vocab_size must be equal .* rank 1 has 11"):
             call(group, vocab_size=10 + world.rank % 2)
+        with refused("rank 1: ValueError: label_smoothing" if world.rank != 1 else "^label_smoothing"):
+            call(group, label_smoothing=1.5 if world.rank == 1 else 0.1)
 
 
 @check
