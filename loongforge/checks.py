@@ -132,10 +132,15 @@ def check_reduction(
 ) -> None:
     """What weighs and divides the losses of existing logits."""
     _check_normalizer(normalizer, logits, options)
+    check_class_weight(class_weight, logits, num_classes)
+
+
+def check_class_weight(class_weight: torch.Tensor | None, like: torch.Tensor, num_classes: int) -> None:
+    """A float tensor of one weight per class, on the device of ``like``."""
     if class_weight is not None:
         _check_plain_tensor("class_weight", class_weight)
-        if class_weight.device != logits.device:
-            raise ValueError(f"class_weight is on {class_weight.device}, logits on {logits.device}: move them together")
+        if class_weight.device != like.device:
+            raise ValueError(f"class_weight is on {class_weight.device}, the rest on {like.device}: move them together")
     _check_class_weight(class_weight, num_classes)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loongforge import checks
 from loongforge.loss import linear_cross_entropy
 from loongforge.outputs.logprobs import linear_logprobs
 
@@ -127,6 +128,7 @@ def _compute_with_outputs(hidden, weight, target, bias, options: LigerOptions) -
     shared: dict[str, Any] = {"bias": bias, "ignore_index": options.ignore_index, "softcap": options.softcap}
     predict = options.return_token_accuracy or options.return_predicted_tokens
     outputs = linear_logprobs(hidden, weight, target, predictions=predict, **shared)
+    checks.check_class_weight(options.ce_weight, weight, weight.shape[0])
     target = target.long()  # a narrower dtype wraps ignore_index around, and uint8 would index as a mask
     valid = target != options.ignore_index
     label_weight = valid.to(outputs.logprobs.dtype)

@@ -234,3 +234,12 @@ def test_signatures_are_ligers():
     assert names(liger.liger_fused_linear_cross_entropy) == ("input", "weight", "target", "bias", *LIGER_ORDER)
     module = liger.LigerFusedLinearCrossEntropyLoss(None, 3, softcap=2.0)
     assert (module.ignore_index, module.softcap, module.reduction, module.ce_weight) == (3, 2.0, "mean", None)
+
+
+@pytest.mark.parametrize("outputs", ({}, {"return_token_accuracy": True}), ids=("loss", "outputs"))
+@pytest.mark.parametrize("bad", ([1.0] * 101, torch.ones(100), torch.ones(102), torch.ones(101, dtype=torch.int64)))
+def test_bad_class_weights_are_refused_on_every_path(bad, outputs):
+    inputs = make_inputs(7, 8, 101)
+    loss = liger.LigerFusedLinearCrossEntropyLoss(ce_weight=bad, **outputs)
+    with pytest.raises((TypeError, ValueError), match="class_weight must be a"):
+        loss(inputs.weight, inputs.hidden, inputs.target)
