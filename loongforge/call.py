@@ -138,21 +138,26 @@ def head_of(
         tiles=call.tiles,
         plan=call.plan,
         logits_dtype=call.logits_dtype,
+        fp32_grad_hidden=call.options.fp32_grad_hidden and call.parallel.size > 1,
         base_VH=None if base_weight is None else base_weight[:rows],
     )
 
 
 class GradHiddenReduction:
-    """One rounding to hidden's dtype, then the sum over ranks (of this rank's slice under sequence parallelism)."""
+    """One rounding to hidden's dtype, then the sum over ranks (of this rank's slice under sequence parallelism).
 
-    def __init__(self, hidden: torch.Tensor, parallel: VocabParallel) -> None:
+    With ``fp32_grad_hidden`` the sum comes first.
+    """
+
+    def __init__(self, hidden: torch.Tensor, parallel: VocabParallel, fp32: bool) -> None:
         self._hidden, self._parallel = hidden, parallel
+        self._dtype = torch.promote_types(hidden.dtype, torch.float32) if fp32 else hidden.dtype
         self._pending: Pending | None = None
 
     def start(self, grad_hidden_TH: torch.Tensor) -> None:
         """Takes grad_hidden [T, H] of this rank's vocabulary rows; the caller keeps no reference."""
         if self._parallel.size > 1:
-            grad_hidden_TH = grad_hidden_TH.to(self._hidden.dtype)
+            grad_hidden_TH = grad_hidden_TH.to(self._dtype)
         shape = list(self._hidden.shape)
         if self._parallel.sequence_parallel:
             shape[0] *= self._parallel.size

@@ -37,6 +37,7 @@ class Head:
     tiles: TileKernels | None  # take the chunks that are not kept, where they exist
     plan: ChunkPlan
     logits_dtype: torch.dtype
+    fp32_grad_hidden: bool  # handed over in the statistics' dtype also by the only product there is
     base_VH: torch.Tensor | None = None
 
     @property
@@ -124,7 +125,7 @@ def backward(
     that the coefficients were multiplied by it, so that float16 logit gradients neither underflow nor overflow; it is
     divided out of each product in float32.
     ``take_grad_hidden`` gets grad_hidden [T, H] once, before the last product of the weight gradient, in the
-    statistics' dtype, or in hidden's where one product gives it whole.
+    statistics' dtype, or in hidden's where one product gives it whole and ``fp32_grad_hidden`` does not ask otherwise.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
     num_recomputed = len(head.plan.backward_chunks(kept_rows))
@@ -264,7 +265,8 @@ class _HiddenGrad:
         self, head: Head, num_chunks: int, scale: torch.Tensor | None, take: Callable[[torch.Tensor], None]
     ) -> None:
         self._num_chunks, self._scale, self._take = num_chunks, scale, take
-        dtype = head.tokens.dtype if num_chunks == 1 and scale is None else head.statistics_dtype
+        is_whole = num_chunks == 1 and scale is None and not head.fp32_grad_hidden
+        dtype = head.tokens.dtype if is_whole else head.statistics_dtype
         self._sum_TH = head.tokens.new_empty((head.plan.num_tokens, head.plan.hidden_size), dtype)
         self._num_added = 0
         if num_chunks == 0:

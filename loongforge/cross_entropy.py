@@ -95,7 +95,7 @@ def cross_entropy(
         class_weight: likewise, of the whole vocabulary.
         inplace_backward: backward writes the gradient over ``logits``, which must not be used afterwards.
         **options: fields of :class:`loongforge.LossOptions`; ``sequence_parallel``, ``logits_budget_mb``,
-            ``compact_tokens`` and ``fp32_logits`` have no meaning here and are refused.
+            ``compact_tokens``, ``fp32_logits`` and ``fp32_grad_hidden`` have no meaning here and are refused.
 
     Returns:
         The loss in fp32 (fp64 for fp64 logits): a scalar, or target's shape for ``reduction="none"``.
@@ -152,7 +152,7 @@ def _prepare_call(
 
 def _check(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, inplace_backward: bool) -> None:
     checks.check_logits(logits, target)
-    for name in ("sequence_parallel", "logits_budget_mb", "compact_tokens", "fp32_logits"):
+    for name in ("sequence_parallel", "logits_budget_mb", "compact_tokens", "fp32_logits", "fp32_grad_hidden"):
         if getattr(options, name) not in (False, None):
             raise ValueError(f"{name} has no meaning for logits that exist: use loongforge.linear_cross_entropy")
     if inplace_backward and logits.is_leaf and logits.requires_grad:

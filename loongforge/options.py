@@ -54,6 +54,9 @@ class LossOptions:
     fp32_logits: bool = False
     """bf16 and fp16 operands give float32 logits, which are not rounded and take twice the memory."""
 
+    fp32_grad_hidden: bool = False
+    """grad_hidden is summed over ``tp_group`` in float32 and rounded after, for twice the traffic."""
+
     impl: Literal["auto", "flydsl", "triton", "generic"] = "auto"
     """Implementation of the row kernels; anything but ``auto`` is an error where it cannot be met."""
 
@@ -79,14 +82,15 @@ class LossOptions:
             _number("softcap", self.softcap, "finite and > 0 (1e-30 to 1e30), or None", lambda x: 1e-30 <= x <= 1e30)
         if self.vocab_size is not None and _integer("vocab_size", self.vocab_size) < 1:
             raise ValueError(f"vocab_size must be None or at least 1, got {self.vocab_size}")
-        if not isinstance(self.sequence_parallel, bool):
-            raise TypeError(f"sequence_parallel must be True or False, got {self.sequence_parallel!r}")
-        if not isinstance(self.fp32_logits, bool):
-            raise TypeError(f"fp32_logits must be True or False, got {self.fp32_logits!r}")
+        for name in ("sequence_parallel", "fp32_logits", "fp32_grad_hidden"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.compact_tokens, bool) and _integer("compact_tokens", self.compact_tokens) < 1:
             raise ValueError(f"compact_tokens must be False, True or a bound of at least 1, got {self.compact_tokens}")
         if self.sequence_parallel and self.tp_group is None:
             raise ValueError("sequence_parallel=True needs tp_group=, the process group that hidden is split over")
+        if self.fp32_grad_hidden and self.tp_group is None:
+            raise ValueError("fp32_grad_hidden=True needs tp_group=, the process group over which it is summed")
         if self.logits_budget_mb is not None:
             check_budget("logits_budget_mb", self.logits_budget_mb)
 

@@ -91,7 +91,7 @@ def products(
         if call.dtype == torch.float16:
             coefficients, scale = scaled_for_float16(coefficients, sum_exp_T, class_weight, call.options.logit_scale)
         weight_grad = _open_weight_grad(weight, call) if needs_weight else None
-        reduction = GradHiddenReduction(hidden, call.parallel) if needs_hidden else None
+        reduction = GradHiddenReduction(hidden, call.parallel, call.options.fp32_grad_hidden) if needs_hidden else None
         take = reduction.start if reduction else None
         grad_bias = chunks.backward(head, coefficients, kept, take, weight_grad, needs_bias, scale, overwrite_kept)
         grad_hidden = reduction.wait() if reduction else None

@@ -55,6 +55,8 @@ TABLE = {
     "token weight shape": ({"token_weight": torch.ones(4)}, {}, ValueError, ("token_weight", "shape [6]", "[4]")),
     "bound of 0": ({}, {"compact_tokens": 0}, ValueError, ("compact_tokens", "at least 1", "0")),
     "bound of text": ({}, {"compact_tokens": "all"}, TypeError, ("compact_tokens must be an int", "'all'")),
+    "fp32_grad_hidden None": ({}, {"fp32_grad_hidden": None}, TypeError, ("fp32_grad_hidden must be True or False",)),
+    "nothing to sum": ({}, {"fp32_grad_hidden": True}, ValueError, ("fp32_grad_hidden=True needs tp_group=",)),
     "fp32_logits 1": ({}, {"fp32_logits": 1}, TypeError, ("fp32_logits must be True or False", "1")),
     "adapter alone": ({"adapter": torch.ones(6, 2)}, {}, TypeError, ("adapter must be a pair", "Tensor")),
     "adapter rows": (

@@ -253,6 +253,7 @@ FIELDS = {
     "sequence_parallel": False,
     "compact_tokens": False,
     "fp32_logits": False,
+    "fp32_grad_hidden": False,
     "impl": "auto",
     "logits_budget_mb": None,
 }

@@ -18,6 +18,7 @@ from tests.helpers import (
     record_allocations,
     relative,
     upstream,
+    worst,
 )
 
 each_dtype = pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
@@ -80,7 +81,7 @@ def test_a_second_backward_recomputes_in_float32(monkeypatch):
     loss = linear_cross_entropy(*inputs.tensors, inputs.target, fp32_logits=True, logits_budget_mb=67 * 300 * 4)
     first = torch.autograd.grad(loss, inputs.tensors, retain_graph=True)
     second = torch.autograd.grad(loss, inputs.tensors)
-    assert max(relative(a, b) for a, b in zip(second, first, strict=True)) < 5e-3
+    assert worst(relative(a, b) for a, b in zip(second, first, strict=True)) < 5e-3
 
 
 def test_kept_logits_are_counted_with_four_bytes():

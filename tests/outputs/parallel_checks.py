@@ -22,7 +22,7 @@ from loongforge import (
 from loongforge.outputs import logprobs as logprobs_module
 from loongforge.outputs import teacher_head, teacher_top_k
 from tests.core.worlds import registry
-from tests.helpers import Inputs, relative
+from tests.helpers import Inputs, relative, worst
 from tests.outputs import oracle
 from tests.outputs.oracle import make_case
 from tests.outputs.test_logprobs import NAMES, gradients, truth
@@ -78,8 +78,8 @@ def local_truth(world, gradients_of_all, sequence_parallel: bool):
     return [mine(grad_hidden, world) if sequence_parallel else grad_hidden, *(mine(g, world) for g in rest)]
 
 
-def worst(found, expected) -> float:
-    return max(relative(a, b) for a, b in zip(found, expected, strict=True))
+def worst_pair(found, expected) -> float:
+    return worst(relative(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def logprob_error(world, options: dict, sequence_parallel: bool, predictions: bool = True, case=None) -> float:
@@ -94,7 +94,7 @@ def logprob_error(world, options: dict, sequence_parallel: bool, predictions: bo
     values = {name: getattr(out, name) for name in NAMES}
     found = [*(value.detach() for value in values.values()), *gradients(values, NAMES, local)]
     values_of_all, gradients_of_all = truth(inputs.leaves(), **options)
-    return worst(found, [*values_of_all, *local_truth(world, gradients_of_all, sequence_parallel)])
+    return worst_pair(found, [*values_of_all, *local_truth(world, gradients_of_all, sequence_parallel)])
 
 
 @check
@@ -157,7 +157,7 @@ def divergence_error(world, divergence: str, given: str, options: dict, sequence
     dense = case.inputs.leaves()
     right_T = oracle.divergence(dense, teacher, divergence, **options)
     gradients_of_all = torch.autograd.grad(right_T, dense.tensors, upstream_T)
-    return worst(found, [right_T.detach(), *local_truth(world, gradients_of_all, sequence_parallel)])
+    return worst_pair(found, [right_T.detach(), *local_truth(world, gradients_of_all, sequence_parallel)])
 
 
 @check
