@@ -241,7 +241,21 @@ def tile_kernels(impl: str, hidden: torch.Tensor, weight: torch.Tensor) -> TileK
 
 @cache
 def _load_tiles() -> TileKernels:
-    if OLDEST_GLUON <= _release(importlib.import_module("triton").__version__) <= NEWEST_GLUON:
+    return load_tiles("gluon" if why_not_gluon() is None else "triton")
+
+
+def why_not_gluon() -> str | None:
+    """Why this version of Triton does not compile the Gluon kernels, or None if it does."""
+    version = importlib.import_module("triton").__version__
+    if OLDEST_GLUON <= _release(version) <= NEWEST_GLUON:
+        return None
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST_GLUON, NEWEST_GLUON))
+    return f"the Gluon kernels are for Triton {oldest} to {newest}, this is {version}"
+
+
+def load_tiles(variant: str) -> TileKernels:
+    """The tile kernels in ``gluon`` or in plain ``triton``, whether or not this device can run them."""
+    if variant == "gluon":
         return importlib.import_module("loongforge.kernels.gluon_tiles").GluonTileKernels()
     return importlib.import_module("loongforge.kernels.triton_tiles").TritonTileKernels()
 

@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -131,27 +131,48 @@ def time_ms(call: Callable[[], object], device: torch.device, repetitions: int) 
 def behind_floor_ms(
     floor: Callable[[], object], call: Callable[[], object], device: torch.device, repetitions: int
 ) -> tuple[list[float], float]:
-    """Times of ``floor`` and median time of ``call``, one behind the other in every repetition, after a warm-up.
+    """Times of ``floor`` and median time of ``call`` right behind it."""
+    floors, times = interleaved_ms(floor, {"": call}, device, repetitions)
+    return floors, statistics.median(times[""])
+
+
+def interleaved_ms(
+    floor: Callable[[], object], calls: Mapping[str, Callable[[], object]], device: torch.device, repetitions: int
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Times of ``floor`` and of each call, all calls in turn and each right behind a floor, after two warm-ups.
 
     A GPU at its power limit slows down as it warms up: only neighbours can be compared.  And while the floor runs the
     host gets ahead, as in training, so that what is timed is the device's work and not the launch of its first kernel.
     """
-    if device.type != "cuda":
-        return [time_ms(floor, device, repetitions)], time_ms(call, device, repetitions)
-    floors, calls = [], []
+    floors: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repetitions + 2):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        torch.cuda.synchronize(device)
-        events[0].record()
-        floor()
-        events[1].record()
-        call()
-        events[2].record()
-        torch.cuda.synchronize(device)
-        if repetition >= 2:
-            floors.append(events[0].elapsed_time(events[1]))
-            calls.append(events[1].elapsed_time(events[2]))
-    return floors, statistics.median(calls)
+        for name, call in calls.items():
+            floor_ms, call_ms = _two_in_a_row_ms(floor, call, device)
+            if repetition >= 2:
+                floors.append(floor_ms)
+                times[name].append(call_ms)
+    return floors, times
+
+
+def _two_in_a_row_ms(
+    first: Callable[[], object], second: Callable[[], object], device: torch.device
+) -> tuple[float, float]:
+    if device.type != "cuda":
+        stamps = [time.perf_counter()]
+        for call in (first, second):
+            call()
+            stamps.append(time.perf_counter())
+        return 1e3 * (stamps[1] - stamps[0]), 1e3 * (stamps[2] - stamps[1])
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    torch.cuda.synchronize(device)
+    events[0].record()
+    first()
+    events[1].record()
+    second()
+    events[2].record()
+    torch.cuda.synchronize(device)
+    return events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])
 
 
 def three_products(hidden_TH: torch.Tensor, weight_VH: torch.Tensor) -> Callable[[], None]:
@@ -179,7 +200,7 @@ def measure(contender: Contender, shape: HeadShape, problem: Problem, repetition
     except ImportError as error:
         result.status = f"not installed: {_first_line(error)}"
     except Exception as error:  # other people's code: whatever goes wrong must not end the comparison
-        result.status = f"failed: {type(error).__name__}: {_first_line(error)}"
+        result.status = failure(error)
     finally:
         release(problem.hidden_TH.device)
     return result
@@ -260,6 +281,11 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+
+
+def failure(error: BaseException) -> str:
+    """The status of what raised ``error``."""
+    return f"failed: {type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

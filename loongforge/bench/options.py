@@ -16,8 +16,8 @@ import torch
 from loongforge import TeacherHead, TeacherTopK
 from loongforge.bench.measure import LARGEST_ERROR, relative_error, release, three_products, time_ms
 from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
-from loongforge.bench.run import DTYPES, describe, device_of
-from loongforge.bench.shapes import HeadShape, parse_shape, positive
+from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
+from loongforge.bench.shapes import HeadShape, parse_shape
 
 BLOCK_TOKENS = 512
 """Tokens whose float32 logits exist at once in the check."""
@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shape", nargs="?", default="llama3-8b", help="a name, or TOKENSxHIDDENxVOCAB")
     parser.add_argument("--only", default="", help="comma-separated beginnings of cases' names; default: all")
     parser.add_argument("--budgets", default="0,all", help="comma-separated MiB of kept logits, or all")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
-    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
+    add_measurement_flags(parser)
     parser.add_argument("--output-dir", type=Path, help="folder for options.json; default: print only")
 
 

@@ -83,8 +83,8 @@ def _distance(result: Result, peer: Result) -> str:
     )
 
 
-def write_json(path: Path, environment: dict[str, Any], results: Sequence[Result]) -> None:
-    """Everything measured, with the device, versions and command that it was measured with."""
+def write_json(path: Path, environment: dict[str, Any], results: Sequence[Any]) -> None:
+    """Everything measured (dataclasses with a ratio), with the device, versions and command of the measurement."""
     lines = [
         {key: None if value != value else value for key, value in (vars(result) | {"ratio": result.ratio}).items()}
         for result in results
@@ -150,12 +150,12 @@ def tables(by_shape: dict[str, list[Result]]) -> str:
 def write(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
     """``results.json`` and ``table.txt``."""
     write_json(folder / "results.json", environment, [result for results in by_shape.values() for result in results])
-    write_text(folder, environment, by_shape)
+    write_text(folder, environment, tables(by_shape))
 
 
-def write_text(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
-    text = heading(environment) + "\n\n" + tables(by_shape) + "\n"
-    (folder / "table.txt").write_text(text, encoding="utf-8")
+def write_text(folder: Path, environment: dict[str, Any], text: str) -> None:
+    """``table.txt``."""
+    (folder / "table.txt").write_text(f"{heading(environment)}\n\n{text}\n", encoding="utf-8")
 
 
 def redraw(path: Path) -> None:
@@ -173,6 +173,6 @@ def redraw(path: Path) -> None:
         }
         values.pop("ratio")
         by_shape.setdefault(line["shape"], []).append(Result(**values))
-    write_text(path.parent, environment, by_shape)
+    write_text(path.parent, environment, tables(by_shape))
     for name, results in by_shape.items():
         draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)

@@ -43,15 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="comma-separated beginnings of contenders' names; default: everyone")
     parser.add_argument("--skip", default="", help="likewise, contenders to leave out")
     parser.add_argument("--budgets", default="", help="comma-separated MiB of kept logits, or all; default: a curve")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
-    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
+    add_measurement_flags(parser)
     parser.add_argument("--output-dir", type=Path, help="for results.json, table.txt and SHAPE.png; default: print")
     parser.add_argument(
         "--redraw",
         type=Path,
         metavar="RESULTS_JSON",
         help="only draw and tabulate earlier results",
+    )
+
+
+def add_measurement_flags(parser: argparse.ArgumentParser, repetitions: int = 9) -> None:
+    """``--dtype``, ``--device`` and ``--repetitions``."""
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
+    parser.add_argument(
+        "--repetitions", type=positive, default=repetitions, help="timed steps, of which the median counts"
     )
 
 

@@ -20,17 +20,15 @@ import loongforge
 from loongforge.bench.contenders import Contender, LossFunction
 from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
 from loongforge.bench.report import median_floor_ms
-from loongforge.bench.run import DTYPES, describe, device_of
-from loongforge.bench.shapes import parse_shape, positive
+from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
+from loongforge.bench.shapes import parse_shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``scripts/benchmark_sft.py``."""
     parser.add_argument("shape", nargs="?", default="llama3-8b", help="a name, or TOKENSxHIDDENxVOCAB")
     parser.add_argument("--masked", type=float, default=0.8, help="share of tokens without a loss (default 0.8)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--device", help="default: the GPU if there is one, else cpu")
-    parser.add_argument("--repetitions", type=positive, default=9, help="timed steps, of which the median counts")
+    add_measurement_flags(parser)
     parser.add_argument("--output-dir", type=Path, help="folder for sft.json; default: print only")
 
 
