@@ -87,10 +87,19 @@ def set_variables(texts: Mapping[str, str]) -> None:
         if present not in (None, text):
             raise ValueError(f"{name} is {present} in the environment and {text} on the command line: drop one of them")
         os.environ[name] = text
+    check()
+
+
+def check() -> None:
+    """``ValueError`` for a variable with a bad value, before the call that would read it."""
     implementation()
     logits_budget_mb()
-    for direction in ("FWD", "BWD"):
-        vocab_split_size("generic", direction)
+    for name in _SPLIT:
+        text = _get(name)
+        if text is not None:
+            _whole_number(name, text, at_least=1)
+    for name in ("LCE_CHECK_LABELS", "LCE_CHECK_RANKS"):
+        _flag(name)
 
 
 def in_force() -> dict[str, str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,17 @@ def _wrap_model(installed: _Installed, model: Any) -> None:
         raise TypeError(
             f"{model.__name__} has neither a forward nor a _postprocess of its own: name the class that has"
         )
-    installed.patches.set(model, "__init__", _checked_init(getattr(model, "__init__")))  # noqa: B009
+    installed.patches.set(model, "__init__", _checked_init(installed, getattr(model, "__init__")))  # noqa: B009
     installed.patches.set(model, method, _labelled_forward(vars(model)[method]))
     installed.models.append(model)
+
+
+def _wrap_overrides(installed: _Installed, model: type) -> None:
+    """A subclass of a hooked class that has a ``forward`` or ``_postprocess`` of its own must not train unfused."""
+    for cls in itertools.takewhile(lambda cls: cls not in installed.models, model.__mro__):
+        for name in ("forward", "_postprocess"):
+            if name in vars(cls) and not hasattr(vars(cls)[name], _MARK):
+                installed.patches.set(cls, name, _labelled_forward(vars(cls)[name]))
 
 
 def _wrap_shared_classes(installed: _Installed) -> None:
@@ -163,7 +172,7 @@ def _wrap_shared_classes(installed: _Installed) -> None:
         patches.set(own, "_compute_linear_and_cross_entropy_loss", _loss_of_own_layer)
 
 
-def _checked_init(original: Callable) -> Callable:
+def _checked_init(installed: _Installed, original: Callable) -> Callable:
     """Refuse at construction what the output layer cannot do."""
 
     @functools.wraps(original)
@@ -171,6 +180,7 @@ def _checked_init(original: Callable) -> Callable:
         original(model, *args, **kwargs)
         if linear_enabled(model.config) and getattr(model, "output_layer", None) is not None:
             support.check_output_layer(model)
+            _wrap_overrides(installed, type(model))
 
     return init
 
@@ -183,7 +193,7 @@ def _labelled_forward(original: Callable) -> Callable:
     def forward(model, *args, **kwargs):
         if not linear_enabled(model.config) or not model.post_process:
             return original(model, *args, **kwargs)
-        if not _only_loss_is_wanted(model, signature.bind(model, *args, **kwargs).arguments):
+        if not _only_loss_is_wanted(model, {**signature.bind(model, *args, **kwargs).arguments, **kwargs}):
             return original(model, *args, **kwargs)
         support.check_output_layer(model)  # again: a wrapper may have come after the model was built
         with _marked(model) as usages:
@@ -197,6 +207,7 @@ def _labelled_forward(original: Callable) -> Callable:
                 )
         return result
 
+    setattr(forward, _MARK, True)
     return forward
 
 
@@ -213,8 +224,11 @@ def _only_loss_is_wanted(model: torch.nn.Module, arguments: dict[str, Any]) -> b
 
 @contextlib.contextmanager
 def _marked(model: torch.nn.Module) -> Iterator[list[Usage]]:
-    usages: list[Usage] = []
     layer = model.output_layer
+    if hasattr(layer, _MARK):  # an override that calls what it overrides
+        yield []
+        return
+    usages: list[Usage] = []
     setattr(layer, _MARK, usages)
     try:
         yield usages
@@ -276,7 +290,9 @@ def _loss(original: Callable) -> Callable:
                 "(replaced by something else?): nothing would be fused; undo that, or set "
                 "cross_entropy_loss_fusion=False"
             )
-        if usages is not None:
+        if usages is None:
+            _warn_once("a loss was asked for outside a labelled forward: it is computed from real logits")
+        else:
             _warn_once("something changed the output layer's logits before the loss: it is computed from real logits")
         with _unfused(model.config):
             return original(model, labels, logits)

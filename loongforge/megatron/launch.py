@@ -6,7 +6,8 @@
 
 A module runs with ``-m NAME`` in place of the script.  The flags of ``FLAGS`` may stand anywhere on the command line;
 they are taken off it and set the environment variable beside them.  ``--lce-impl megatron`` hooks nothing: the branches
-of Megatron that bring a ``linear`` of their own then run it, on the GPUs that it is written for.
+of Megatron that bring a ``linear`` of their own then run it, on the GPUs that it is written for.  Modules are searched
+where ``python SCRIPT`` would, so that the Megatron that is hooked is the one that the script imports.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from loongforge import env
 from loongforge.megatron import support
+from loongforge.megatron.arguments import IMPL
 from loongforge.megatron.deferred import counters
 from loongforge.megatron.start import install_and_say, say
 
@@ -30,6 +32,7 @@ FLAGS = {
     "--lce-bwd-vocab-split-size": "LCE_BWD_VOCAB_SPLIT_SIZE",
 }
 MEGATRONS_OWN = "megatron"
+FUSION_FLAG, IMPL_FLAG = "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl"
 _USAGE = f"usage: python -m loongforge.megatron.launch (SCRIPT | -m MODULE) [ARGUMENTS] [{' | '.join(FLAGS)} VALUE]"
 
 
@@ -44,7 +47,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     remaining = iter(arguments)
     for argument in remaining:
         flag, separator, value = argument.partition("=")
-        if not flag.startswith("--lce-"):
+        if not flag.startswith("--lce"):
             rest.append(argument)
             continue
         if flag not in FLAGS:
@@ -62,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Install the hook, say what was hooked, and run the script; exits with a message where the hook does not fit."""
     try:
         variables, rest = split_flags(sys.argv[1:] if arguments is None else arguments)
-        if not rest or rest[0] == "-m" and len(rest) < 2:
-            raise ValueError(_USAGE)
+        _search_modules_as_python_would(rest)
         hooked = variables.get("LCE_IMPL") != MEGATRONS_OWN
         if hooked:
             env.set_variables(variables)
@@ -73,14 +75,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             say("nothing is hooked: Megatron's own linear cross-entropy runs")
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         sys.exit(f"loongforge.megatron.launch: {error}")
-    if "linear" not in rest:
-        say(
-            "'linear' is not on the command line: unless a configuration file asks for it, the loss stays unfused; "
-            "pass --cross-entropy-loss-fusion --cross-entropy-fusion-impl linear"
-        )
-    _run(rest)
-    if hooked:
-        say(f"{counters.fused} fused losses, {counters.materialized} times materialised logits")
+    missing = missing_flags(rest)
+    if missing:
+        say(f"the command line has no {missing}: unless the script or a configuration asks for it, nothing is fused")
+    try:
+        _run(rest)
+    finally:  # a training script may end with sys.exit()
+        if hooked:
+            counts = f"{counters.fused} fused losses, {counters.materialized} times materialised logits"
+            say(counts, rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)  # of the last pipeline stage
+
+
+def missing_flags(command: Sequence[str]) -> str:
+    """What the command line lacks of Megatron's two flags, in words; empty where both ask for ``linear``."""
+    missing = [] if FUSION_FLAG in command else [FUSION_FLAG]
+    text = " ".join(command) + " "
+    if f" {IMPL_FLAG} {IMPL} " not in text and f" {IMPL_FLAG}={IMPL} " not in text:
+        missing.append(f"{IMPL_FLAG} {IMPL}")
+    return " and no ".join(missing)
 
 
 def check_megatrons_own() -> None:
@@ -93,14 +105,25 @@ def check_megatrons_own() -> None:
         raise RuntimeError(f"--lce-impl {MEGATRONS_OWN}: Megatron's own runs on compute capability 10.x; {here}")
 
 
+def _search_modules_as_python_would(command: Sequence[str]) -> None:
+    """Put the script's folder where this module's caller put the current one; ``ValueError`` without a script."""
+    if not command or command[0].startswith("-") and (command[0] != "-m" or len(command) < 2):
+        raise ValueError(_USAGE)
+    if command[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        return
+    if not os.path.exists(command[0]):
+        raise ValueError(f"there is no script {command[0]}; {_USAGE}")
+    folder = os.path.dirname(os.path.realpath(command[0]))
+    sys.path[:1] = [folder] if sys.path[:1] == [os.getcwd()] else [folder, *sys.path[:1]]
+
+
 def _run(command: Sequence[str]) -> None:
     if command[0] == "-m":
         sys.argv = list(command[1:])
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = list(command)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     runpy.run_path(command[0], run_name="__main__")
 
 

@@ -6,13 +6,15 @@ import os
 
 import torch
 
-from loongforge import dispatch
+from loongforge import dispatch, env
 from loongforge.megatron.hook import HookReport, install
 from loongforge.options import LossOptions
 
 
 def install_and_say() -> HookReport:
-    """Install the hook and say so on rank 0; raises where it does not fit or the implementation cannot run here."""
+    """Install the hook and say so on rank 0; raises where it does not fit, the implementation
+    cannot run here or an ``LCE_*`` variable has a bad value."""
+    env.check()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     choice = dispatch.choose(device, LossOptions(), torch.bfloat16)
     report = install()
@@ -20,7 +22,7 @@ def install_and_say() -> HookReport:
     return report
 
 
-def say(message: str) -> None:
-    """Print on rank 0 of a torchrun."""
-    if os.environ.get("RANK", "0") == "0":
+def say(message: str, rank: int = 0) -> None:
+    """Print on one rank of a torchrun."""
+    if int(os.environ.get("RANK", "0")) == rank:
         print(f"loongforge: {message}", flush=True)

@@ -152,6 +152,86 @@ def test_a_language_model_of_ones_own_is_fused_once_it_is_named():
     assert counters.fused == 1
 
 
+def delegates(model, *args, **kwargs):
+    return super(type(model), model)._postprocess(*args, **kwargs)
+
+
+def computes_itself(model, hidden_states, *args, labels=None, **kwargs):
+    logits, _ = model.output_layer(hidden_states)
+    return model.compute_language_model_loss(labels, logits)
+
+
+def calls_the_decoder_itself(model, input_ids, position_ids, attention_mask, labels=None):
+    hidden = model.decoder(
+        hidden_states=model.embedding(input_ids, position_ids),
+        attention_mask=attention_mask,
+        rotary_pos_emb=model.rotary_pos_emb(SEQUENCE),
+    )
+    return computes_itself(model, hidden, labels=labels)
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(
+    ("method", "override"),
+    [("_postprocess", delegates), ("_postprocess", computes_itself), ("forward", calls_the_decoder_itself)],
+)
+def test_a_subclass_with_a_method_of_its_own_does_not_train_unfused(named, method, override, monkeypatch):
+    from tests.megatron import training
+
+    expected = run(build(linear=False))
+    cls = type("Derived", (training.GPTModel,), {method: override})
+    if named:
+        loongforge.megatron.install(models=[cls])
+    monkeypatch.setattr(training, "GPTModel", cls)
+    for _ in range(2):  # the second model of the class finds it hooked
+        assert_same(run(build()), expected)
+    assert counters.fused == 2 and counters.materialized == 0
+    loongforge.megatron.uninstall()
+    assert vars(cls)[method] is override
+    assert_same(run(build(linear=False)), expected)
+
+
+@pytest.mark.usefixtures("hook")
+def test_a_subclass_that_does_something_else_with_its_logits_raises(monkeypatch):
+    from tests.megatron import training
+
+    cls = type("Derived", (training.GPTModel,), {"forward": lambda model, labels=None, **others: model.output_layer(
+        model.embedding(others["input_ids"], others["position_ids"]))[0]})  # fmt: skip
+    monkeypatch.setattr(training, "GPTModel", cls)
+    model = build()
+    with pytest.raises(RuntimeError, match=r"Derived got DeferredLogits.*neither computed a loss"):
+        model(**batch())
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize("when", ["before the model", "after the model", "twice"])
+def test_the_order_of_enable_and_model_does_not_matter(when):
+    expected = run(build(linear=False))
+    config = configuration(Row(), torch.float32)
+    if when != "after the model":
+        loongforge.megatron.enable(config)
+    model = build_model(Row(), config)
+    if when != "before the model":
+        loongforge.megatron.enable(config)
+    assert_same(run(model), expected)
+    assert counters.fused == 1
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_model_that_was_built_before_the_hook_is_fused_after_it():
+    model = build()
+    with pytest.raises(UnboundLocalError):  # Megatron's own answer to an implementation that it does not know
+        model(**batch())
+    loongforge.megatron.install()
+    try:
+        counters.__init__()
+        assert_same(run(model), run(build(linear=False)))
+        assert counters.fused == 1
+    finally:
+        loongforge.megatron.uninstall()
+
+
 @pytest.mark.usefixtures("hook")
 @pytest.mark.parametrize("wrong", [nn.Linear, "GPTModel"])
 def test_what_is_no_language_model_cannot_be_named(wrong):

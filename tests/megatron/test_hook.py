@@ -133,17 +133,19 @@ def test_evaluation_is_fused_too():
 
 
 @pytest.mark.usefixtures("hook")
-def test_without_labels_real_logits_flow():
+def test_without_labels_real_logits_flow(caplog):
+    hook._warn_once.cache_clear()
     model, unfused = build(), build(linear=False)
     logits = model(**batch(labels=None))
     expected = unfused(**batch(labels=None))
     assert type(logits) is torch.Tensor and logits.shape == (2, 32, 512) and torch.equal(logits, expected)
-    # A loss that the caller computes from them is Megatron's.
+    # A loss that the caller computes from them is Megatron's, and not silently so.
+    assert "real logits" not in caplog.text
     target = batch()["labels"]
     loss = model.compute_language_model_loss(target, logits.transpose(0, 1).contiguous())
     assert torch.equal(loss, unfused.compute_language_model_loss(target, expected.transpose(0, 1).contiguous()))
     assert model.config.cross_entropy_loss_fusion is True
-    assert counters.fused == 0
+    assert counters.fused == 0 and "outside a labelled forward: it is computed from real logits" in caplog.text
 
 
 @pytest.mark.usefixtures("hook")
