@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +24,8 @@ from loongforge.parallel import VocabParallel, all_gather
 
 FREE = ("tp_group", "impl", "logits_budget_mb")
 """Options that may differ between ranks."""
+_SAME_CONTENTS = ("token_weight", "class_weight", "normalizer", "teacher.logprobs", "teacher.ids")
+"""Tensors that hold the same on all ranks."""
 _BYTES = 4096
 _compared: WeakSet = WeakSet()
 _exchanges = [0]
@@ -65,13 +67,19 @@ def _tell(args: tuple, kwargs: Mapping[str, Any], refused: Exception) -> None:
     _differences(parallel, None, {}, refused, always)
 
 
-@contextmanager
-def ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]) -> Iterator[None]:
+def ranks_agree(
+    parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]
+) -> AbstractContextManager[None]:
     """Around the checks of one call: raises ``ValueError`` on every rank where ranks differ or one of them refuses.
 
     ``tensors`` by name, ``target`` among them, and what else of a call the ranks must share, as plain values.  What a
-    rank itself refuses it raises itself.
+    rank itself refuses it raises itself.  In a graph nothing is compared.
     """
+    return nullcontext() if torch.compiler.is_compiling() else _ranks_agree(parallel, options, tensors)
+
+
+@contextmanager
+def _ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as refused:  # whatever it is, the others wait in the exchange
@@ -96,7 +104,8 @@ def _differences(
     _exchanges[0] += 1
     facts = {}
     if options is not None:
-        facts = {"LCE_CHECK_RANKS": always, "LCE_CHECK_LABELS": env.check_labels()} | _facts(options, tensors)
+        facts = {"LCE_CHECK_RANKS": always, "LCE_CHECK_LABELS": env.check_labels()}
+        facts |= _facts(options, tensors, always)
     refusal = None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]
     text = json.dumps([facts, refusal and refusal.encode("ascii", "replace").decode()])
     by_rank = [json.loads(text) for text in _exchange(text, parallel)]
@@ -120,7 +129,7 @@ def _is_recorded() -> bool:
     return torch.compiler.is_compiling()
 
 
-def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(options: LossOptions, tensors: Mapping[str, Any], always: bool) -> dict[str, Any]:
     """What must be equal.  A rank may freeze its own shard where backward runs all the same."""
     facts: dict[str, Any] = {name: _describe(value) for name, value in tensors.items()}
     adapter = tensors.get("adapter")
@@ -132,7 +141,9 @@ def _facts(options: LossOptions, tensors: Mapping[str, Any]) -> dict[str, Any]:
         trained = (*map(tensors.get, ("weight", "bias")), *(adapter if isinstance(adapter, tuple) else ()))
         needed += [x.requires_grad for x in trained if isinstance(x, torch.Tensor)]
         facts["hidden, weight, bias or adapter.requires_grad"] = any(needed) and torch.is_grad_enabled()
-    for name in ("token_weight", "class_weight", "normalizer"):
+    # Hidden states are much to read, and each rank's own under sequence parallelism.
+    large = ("teacher.hidden",) if always and not options.sequence_parallel else ()
+    for name in (*_SAME_CONTENTS, *large):
         facts[f"the checksum of {name}"] = _bit_checksum(tensors.get(name))
     if isinstance(tensors.get("hidden"), torch.Tensor):
         facts["dtype of the matrix products"] = str(checks.compute_dtype(tensors["hidden"]))
@@ -153,19 +164,30 @@ def _describe(value: Any) -> str:
 
 def _checksum(target: Any) -> int | None:
     """Sum of labels times positions, modulo 2**64."""
-    if not isinstance(target, torch.Tensor) or target.is_floating_point() or target.is_meta:
+    if not _is_readable(target) or target.is_floating_point():
         return None
-    if target.is_nested or target.layout != torch.strided:
-        return None
-    target_T = target.detach().reshape(-1).long()
-    return int((target_T * torch.arange(1, len(target_T) + 1, device=target.device)).sum())
+    return _sum_times_positions(target.detach().reshape(-1))
 
 
 def _bit_checksum(value: Any) -> int | None:
     """The same of the bits of any plain tensor."""
-    if not isinstance(value, torch.Tensor) or value.is_meta or value.is_nested or value.layout != torch.strided:
+    if not _is_readable(value):
         return None
-    return _checksum(value.detach().contiguous().reshape(-1).view(torch.uint8))
+    return _sum_times_positions(value.detach().contiguous().reshape(-1).view(torch.uint8))
+
+
+def _is_readable(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor) and not value.is_meta and not value.is_nested
+    return is_tensor and value.layout == torch.strided
+
+
+def _sum_times_positions(value_N: torch.Tensor) -> int:
+    """Part by part: 64 bits a byte would be eight times the tensor."""
+    total, position = torch.zeros((), dtype=torch.int64, device=value_N.device), 1
+    for part_N in value_N.split(1 << 20):
+        total += (part_N.long() * torch.arange(position, position + len(part_N), device=value_N.device)).sum()
+        position += len(part_N)
+    return int(total)
 
 
 def _exchange(text: str, parallel: VocabParallel) -> list[str]:

@@ -19,7 +19,9 @@ from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
 
 
 def refusing_second_derivatives(backward: Callable) -> Callable:
-    """Under ``create_graph=True`` gradients come back connected to all they depend on, by a node that only raises.
+    """Decorator of every backward: gradients are first derivatives for one upstream gradient.
+
+    Under ``create_graph=True`` they come back connected to all they depend on, by a node that only raises.
 
     ``once_differentiable`` looks at the upstream gradient alone, and its error is behind a tensor that belongs to no
     graph: of ``torch.autograd.grad(loss + penalty(gradient), hidden)`` a term would be missing without a word.
@@ -27,6 +29,7 @@ def refusing_second_derivatives(backward: Callable) -> Callable:
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        checks.refuse_batched_gradients(grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         seen = _SavedOnce(ctx)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from loongforge import sharded
@@ -40,11 +42,9 @@ def check_inputs(
     named = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "class_weight": class_weight}
     for name, value in named.items():
         if value is not None or name in ("hidden", "weight", "target"):
-            tensor = _check_plain_tensor(name, value)
-            if tensor.device != hidden.device:
-                raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
-            check_is_here(name, tensor)
-    _check_dtypes(hidden, weight, target, bias)
+            check_tensor(name, value, hidden)
+    check_operands(hidden, {"hidden": hidden, "weight": weight, "bias": bias})
+    _check_target_dtype(target)
     _check_weight_shape(weight, hidden, options, parallel)
     _check_target_shape(hidden, target, parallel)
     _check_normalizer(normalizer, hidden, options)
@@ -55,6 +55,14 @@ def check_inputs(
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
     _check_class_weight(class_weight, num_classes)
+
+
+def check_tensor(name: str, value: object, hidden: torch.Tensor) -> None:
+    """A plain tensor with data, on hidden's device."""
+    tensor = _check_plain_tensor(name, value)
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}: move them to one device")
+    check_is_here(name, tensor)
 
 
 def check_token_weight(token_weight: torch.Tensor | None, target: torch.Tensor) -> None:
@@ -101,10 +109,21 @@ def check_adapter(
 
 def refuse_function_transforms() -> None:
     """``torch.func`` transforms would see an operation whose backward is not made of differentiable pieces."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             "the fused loss does not run inside torch.func transforms (grad, vjp, jvp, vmap, hessian, functionalize): "
             "use torch.autograd.grad or loss.backward(); torch.func.functional_call works outside of them"
+        )
+
+
+def refuse_batched_gradients(grads: Sequence[torch.Tensor | None]) -> None:
+    """``vmap`` over a backward, of which ``is_grads_batched=True`` is an older kind than ``torch.vmap``."""
+    batched = torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor
+    if any(grad is not None and any(kind(grad) for kind in batched) for grad in grads):
+        raise NotImplementedError(
+            "a backward of loongforge takes one upstream gradient: torch.autograd.grad(..., is_grads_batched=True), "
+            "torch.autograd.functional.jacobian(vectorize=True) and torch.vmap over torch.autograd.grad bring several; "
+            "call torch.autograd.grad(..., retain_graph=True) once for each"
         )
 
 
@@ -201,20 +220,27 @@ def _check_plain_tensor(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
-def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+def check_operands(hidden: torch.Tensor, named: Mapping[str, torch.Tensor | None]) -> None:
+    """Floats of hidden's dtype, or of any under autocast."""
+    for name, tensor in named.items():
         if tensor is not None and tensor.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"{name} must be bfloat16, float16, float32 or float64, got {tensor.dtype}: dequantise or cast it first"
             )
-    _check_target_dtype(target)
     autocast = compute_dtype(hidden) != hidden.dtype or torch.is_autocast_enabled(hidden.device.type)
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    for name, tensor in named.items():
         if tensor is not None and tensor.dtype != hidden.dtype and not (autocast and hidden.dtype != torch.float64):
             raise TypeError(
                 f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them"
                 + ("" if hidden.dtype == torch.float64 else ", or run under torch.autocast")
             )
+
+
+def check_hidden(hidden: torch.Tensor) -> None:
+    """For what looks at its shape before :func:`check_inputs` does."""
+    _check_plain_tensor("hidden", hidden)
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden must be [..., H] with at least two dimensions, got {list(hidden.shape)}")
 
 
 def _check_target_dtype(target: torch.Tensor) -> None:
@@ -232,8 +258,7 @@ def _check_weight_shape(
             "gathered (DeepSpeed ZeRO-3: deepspeed.zero.GatheredParameters; FSDP: call the loss inside the wrapped "
             "module's forward)"
         )
-    if hidden.dim() < 2:
-        raise ValueError(f"hidden must be [..., H] with at least two dimensions, got {list(hidden.shape)}")
+    check_hidden(hidden)
     if hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"hidden must be [..., H] with H = {weight.shape[1]} as in weight [V, H] = {list(weight.shape)}, "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +52,7 @@ def fused_loss(
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
     given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
     given |= {"class_weight": class_weight, "token_weight": token_weight, "adapter": adapter, "normalizer": normalizer}
-    with nullcontext() if compiling else ranks_agree(parallel, options, given):
+    with ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
         checks.check_token_weight(token_weight, target)
         checks.check_adapter(adapter, hidden, weight)
@@ -236,8 +235,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 def build_options(options: dict[str, Any]) -> LossOptions:
-    if torch.compiler.is_compiling():
-        options = operators.constants(options)
+    options = operators.constants(options)
     for name in options:
         if name not in OPTION_NAMES:
             close = difflib.get_close_matches(name, OPTION_NAMES, n=1)

@@ -1,9 +1,10 @@
-"""The loss of every token as operators of ``torch.library``: what ``torch.compile`` sees of it.
+"""What ``torch.compile`` sees of a computation per token: an operator of ``torch.library`` and one for its gradients.
 
-Dynamo traces :func:`loongforge.linear_cross_entropy` as far as :func:`losses` and puts one operator into its graph, the
-backward of which is a second one.  Inside they are the eager code.  Three things differ from it: kept logits are an
-output, so their number is fixed when the graph is made (the budget is each call's own, not the process's); backward
-leaves them as they are, for a backward that runs twice; gradients are not computed in forward.
+Dynamo traces :func:`loongforge.linear_cross_entropy` as far as :func:`losses` (and the outputs as far as
+:func:`loongforge.outputs.common.per_token`) and puts one operator into its graph, the backward of which is a second
+one.  Inside they are the eager code.  Three things differ from it: kept logits are an output, so their number is fixed
+when the graph is made (the budget is each call's own, not the process's); backward leaves them as they are, for a
+backward that runs twice; gradients are not computed in forward.
 """
 
 from __future__ import annotations
@@ -11,30 +12,72 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from loongforge import env, per_token
 from loongforge.call import Call, Labels, prepare_call
-from loongforge.checks import compute_dtype
+from loongforge.checks import compute_dtype, refuse_batched_gradients
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import rows_kept_by
 
-_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? base_weight"
-_SETTINGS = "str options, ScalarType dtype"
-_LOSSES = f"({_OPERANDS}, {_SETTINGS}, SymInt kept_rows) -> (Tensor, Tensor, Tensor, Tensor)"
-_GRADIENTS = (
-    f"({_OPERANDS}, Tensor grad_loss, Tensor max, Tensor sum_exp, Tensor kept, {_SETTINGS}, bool[] needs)"
-    " -> (Tensor, Tensor, Tensor)"
-)
+
+class Computed(NamedTuple):
+    """Results per token, what backward needs beside the operands, and kept logits."""
+
+    values: Sequence[torch.Tensor | None]
+    saved: Sequence[torch.Tensor | None]
+    kept: torch.Tensor | None = None
+
+
+class Computation:
+    """The eager code of some values per token; an instance holds plain settings.
+
+    ``operands`` are hidden, weight, bias, one tensor [T] of the gathered tokens, and whatever :attr:`OPERANDS` adds.
+    """
+
+    OPERANDS: ClassVar[str]
+    """Their names and types, as a schema of ``torch.library`` has them."""
+    VALUES: ClassVar[Sequence[str]]
+    SAVED: ClassVar[Sequence[str]]
+    """Without any there is no backward, and :meth:`gradients` is not asked."""
+
+    def call(
+        self, operands: Sequence[Any], options: LossOptions, parallel: VocabParallel, dtype: torch.dtype | None = None
+    ) -> Call:
+        """Kernels and plan."""
+        raise NotImplementedError
+
+    def forward(self, operands: Sequence[Any], call: Call, keep: bool) -> Computed:
+        """None in the places of values and saved tensors that the settings do without."""
+        raise NotImplementedError
+
+    def gradients(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        operands: Sequence[Any],
+        saved: Sequence[Any],
+        kept: torch.Tensor | None,
+        needs: Sequence[bool],
+        call: Call,
+        overwrite_kept: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of hidden, weight and bias, for upstream gradients of the values, of which one at least is there."""
+        raise NotImplementedError
+
+    def like(self, operands: Sequence[Any], wide: torch.dtype) -> Computed:
+        """Tensors such as :meth:`forward` gives, without contents; ``wide`` is the dtype of statistics."""
+        raise NotImplementedError
 
 
 def constants(options: dict[str, Any]) -> dict[str, Any]:
     """Numbers that Dynamo made variables of, since they differed between calls, as constants that it guards."""
+    if not torch.compiler.is_compiling():
+        return options
     return {name: _constant(value) for name, value in options.items()}
 
 
@@ -50,19 +93,116 @@ def _evaluated_in_the_trace(function: Callable) -> Callable:
     return function
 
 
-def losses(
-    hidden, weight, bias, target_T, class_weight, base_weight, options: LossOptions, sequence_parallel: bool
-) -> torch.Tensor:
-    """[T] like :class:`loongforge.per_token.LossPerToken`, by the operators of this module."""
-    needs_grad = torch.is_grad_enabled() and (
-        hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    dtype = compute_dtype(hidden)
-    num_kept = _kept_rows(options, weight.shape[0], dtype, target_T.shape[0]) if needs_grad else 0
-    # Plain values: Dynamo would hand a dataclass that was made in the trace over without its fields.
-    values = {name: getattr(options, name) for name in OPTION_NAMES} | {"sequence_parallel": sequence_parallel}
-    text = _encoded(tuple(values), tuple(values.values()))
-    return _losses(hidden, weight, bias, target_T, class_weight, base_weight, text, dtype, num_kept)[0]
+class Operators:
+    """``loongforge::NAME`` and ``loongforge::NAME_gradients`` of a computation; a call puts the first in a graph."""
+
+    def __init__(self, name: str, computation: type[Computation]) -> None:
+        operands, self.computation = computation.OPERANDS, computation
+        self._num_operands, self._num_values = operands.count(",") + 1, len(computation.VALUES)
+        results = ["Tensor"] * (self._num_values + len(computation.SAVED) + 1)
+        schema = f"({operands}, str settings, ScalarType dtype, SymInt kept_rows) -> ({', '.join(results)})"
+        self.forward = torch.library.custom_op(f"loongforge::{name}", self._forward, mutates_args=(), schema=schema)
+        self.forward.register_fake(self._forward_fake)
+        if computation.SAVED:
+            grads = [f"Tensor? grad_{value}" for value in computation.VALUES]
+            saved = [f"Tensor {value}" for value in (*computation.SAVED, "kept")]
+            schema = f"({operands}, {', '.join([*grads, *saved])}, str settings, ScalarType dtype, bool[] needs)"
+            self.gradients = torch.library.custom_op(
+                f"loongforge::{name}_gradients",
+                self._gradients,
+                mutates_args=(),
+                schema=schema + " -> (Tensor, Tensor, Tensor)",
+            )
+            self.gradients.register_fake(self._gradients_fake)
+            self.forward.register_autograd(self._backward, setup_context=self._setup_context)
+
+    def __call__(
+        self, settings: dict[str, Any], operands: Sequence[Any], options: LossOptions, sequence_parallel: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """The values, an empty tensor for each that the settings do without."""
+        hidden, weight, bias, any_T = operands[:4]
+        needs_grad = torch.is_grad_enabled() and (
+            hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        )
+        dtype = compute_dtype(hidden)
+        num_kept = _kept_rows(options, weight.shape[0], dtype, any_T.shape[0]) if needs_grad else 0
+        # Plain values: Dynamo would hand a dataclass that was made in the trace over without its fields.
+        values = {name: getattr(options, name) for name in OPTION_NAMES} | {"sequence_parallel": sequence_parallel}
+        settings = constants(settings)
+        text = encoded(tuple(settings), tuple(settings.values()), tuple(values), tuple(values.values()))
+        return self.forward(*operands, text, dtype, num_kept)[: self._num_values]
+
+    def _prepared(self, operands, text: str, dtype: torch.dtype, kept_rows: int) -> tuple[Computation, Call]:
+        settings, options = _decoded(text)
+        computation = self.computation(**settings)
+        with torch.no_grad():  # so that nothing is reserved
+            parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
+            call = computation.call(operands, options, parallel, dtype)
+        return computation, replace(call, plan=replace(call.plan, kept_rows=kept_rows))
+
+    def _forward(self, *inputs):
+        *operands, text, dtype, kept_rows = inputs
+        hidden, _, _, any_T = operands[:4]
+        computation, call = self._prepared(operands, text, dtype, kept_rows)
+        with torch.autocast(hidden.device.type, enabled=False):
+            values, saved, kept = computation.forward(operands, call, keep=True)
+        if kept is None:
+            kept = hidden.new_empty((any_T.shape[0], 0), dtype=call.logits_dtype)
+        return tuple(_or_empty((*values, *saved, kept), hidden))
+
+    def _forward_fake(self, *inputs):
+        *operands, text, dtype, kept_rows = inputs
+        hidden, _, _, any_T = operands[:4]
+        settings, options = _decoded(text)
+        like = self.computation(**settings).like(operands, torch.promote_types(dtype, torch.float32))
+        kept = hidden.new_empty((any_T.shape[0], kept_rows), dtype=_logits_dtype(options, dtype))
+        return tuple(_or_empty((*like.values, *like.saved, kept), hidden))
+
+    def _split(self, inputs) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """Operands, gradients and saved tensors among the inputs of the second operator."""
+        grads, saved = self._num_operands, self._num_operands + self._num_values
+        return inputs[:grads], inputs[grads:saved], inputs[saved:]
+
+    def _gradients(self, *inputs):
+        *tensors, kept, text, dtype, needs = inputs
+        operands, grads, saved = self._split(tensors)
+        computation, call = self._prepared(operands, text, dtype, kept.shape[1])
+        kept_logits = kept if kept.shape[1] else None
+        with torch.autocast(kept.device.type, enabled=False):
+            found = computation.gradients(grads, operands, saved, kept_logits, needs, call, overwrite_kept=False)
+        return tuple(_or_empty(found, kept))
+
+    def _gradients_fake(self, *inputs):
+        *tensors, kept, _, _, needs = inputs
+        like = (
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else None
+            for tensor, needed in zip(tensors[:3], needs, strict=True)
+        )
+        return tuple(_or_empty(like, tensors[0]))
+
+    def _setup_context(self, ctx, inputs, output) -> None:
+        *operands, ctx.text, ctx.dtype, _ = inputs
+        values, saved = output[: self._num_values], output[self._num_values :]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands, *saved)
+        ctx.mark_non_differentiable(*saved, *(value for value in values if not value.is_floating_point()))
+
+    def _backward(self, ctx, *grads):
+        grads = grads[: self._num_values]
+        refuse_batched_gradients(grads)
+        tensors = ctx.saved_tensors  # once: checkpointing allows no second time
+        operands, saved = tensors[: self._num_operands], tensors[self._num_operands :]
+        needs = list(ctx.needs_input_grad[:3])
+        found = [None] * 3
+        if any(grad is not None for grad in grads):
+            found = self.gradients(*operands, *grads, *saved, ctx.text, ctx.dtype, needs)
+        found = [grad if needed else None for grad, needed in zip(found, needs, strict=True)]
+        return *found, *[None] * self._num_operands  # three operands, and three settings in place of them
+
+
+def _or_empty(tensors, like: torch.Tensor):
+    """An operator has as many results as its schema says."""
+    return (like.new_empty(0) if tensor is None else tensor for tensor in tensors)
 
 
 def _kept_rows(options: LossOptions, num_rows: int, dtype: torch.dtype, num_tokens: int) -> int:
@@ -87,86 +227,54 @@ def _vocab_rows(tp_group: Any, vocab_size: int | None, num_rows: int) -> int:
 
 
 @_evaluated_in_the_trace
-def _encoded(names: tuple[str, ...], values: tuple[Any, ...]) -> str:
-    """Text that names the options in a graph; the process group by its name in this process."""
+def encoded(settings: tuple[str, ...], chosen: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    """Text that names a computation's settings and the options in a graph; the process group by its name here."""
     options = dict(zip(names, values, strict=True))
     if options["tp_group"] is not None:
         options["tp_group"] = options["tp_group"].group_name
-    return json.dumps(options)
+    return json.dumps([dict(zip(settings, chosen, strict=True)), options])
 
 
 @functools.lru_cache(maxsize=256)
-def _decoded(text: str) -> LossOptions:
-    values = json.loads(text)
+def _decoded(text: str) -> tuple[dict[str, Any], LossOptions]:
+    settings, values = json.loads(text)
     if values["tp_group"] is not None:
         values["tp_group"] = torch.distributed.distributed_c10d._resolve_process_group(values["tp_group"])
-    return LossOptions(**values)
+    return settings, LossOptions(**values)
 
 
-def _call_of(operands, options: LossOptions, dtype: torch.dtype, kept_rows: int) -> Call:
-    hidden, weight, bias, target_T, class_weight, base_weight = operands
-    with torch.no_grad():  # so that nothing is reserved
-        call = prepare_call(
-            hidden, weight, bias, class_weight is not None, target_T.shape[0], options,
-            VocabParallel.from_group(options.tp_group, options.sequence_parallel), None, None,
+class Loss(Computation):
+    """(hidden, weight, bias, target [T], class_weight, base_weight) -> loss [T]: :mod:`loongforge.per_token`."""
+
+    OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, Tensor? base_weight"
+    VALUES, SAVED = ("loss",), ("max", "sum_exp")
+
+    def call(self, operands, options, parallel, dtype=None) -> Call:
+        hidden, weight, bias, target_T, class_weight, base_weight = operands
+        return prepare_call(
+            hidden, weight, bias, class_weight is not None, target_T.shape[0], options, parallel, None, None,
             has_adapter=base_weight is not None, dtype=dtype,
         )  # fmt: skip
-    return replace(call, plan=replace(call.plan, kept_rows=kept_rows))
+
+    def forward(self, operands, call, keep) -> Computed:
+        hidden, weight, bias, target_T, class_weight, base_weight = operands
+        result = per_token.losses(hidden, weight, bias, target_T, class_weight, base_weight, call, keep)
+        return Computed([result.loss_T], [result.max_T, result.sum_exp_T], result.kept)
+
+    def gradients(self, grads, operands, saved, kept, needs, call, overwrite_kept):
+        labels = Labels.of(operands[3], call)
+        return per_token.gradients(*grads, operands, *saved, labels, kept, needs, call, overwrite_kept)
+
+    def like(self, operands, wide) -> Computed:
+        loss, *saved = (torch.empty_like(operands[3], dtype=wide) for _ in range(3))
+        return Computed([loss], saved)
 
 
-@torch.library.custom_op("loongforge::losses", mutates_args=(), schema=_LOSSES)
-def _losses(hidden, weight, bias, target, class_weight, base_weight, options, dtype, kept_rows):
-    operands = (hidden, weight, bias, target, class_weight, base_weight)
-    call = _call_of(operands, _decoded(options), dtype, kept_rows)
-    result = per_token.losses(*operands, call, keep=True)
-    kept = result.kept
-    if kept is None:
-        kept = hidden.new_empty((target.shape[0], 0), dtype=call.logits_dtype)
-    return result.loss_T, result.max_T, result.sum_exp_T, kept
+_LOSSES = Operators("loss", Loss)
 
 
-@_losses.register_fake
-def _(hidden, weight, bias, target, class_weight, base_weight, options, dtype, kept_rows):
-    per_token_T = [target.new_empty(target.shape, dtype=torch.promote_types(dtype, torch.float32)) for _ in range(3)]
-    logits_dtype = _logits_dtype(_decoded(options), dtype)
-    return *per_token_T, hidden.new_empty((target.shape[0], kept_rows), dtype=logits_dtype)
-
-
-@torch.library.custom_op("loongforge::loss_gradients", mutates_args=(), schema=_GRADIENTS)
-def _gradients(
-    hidden, weight, bias, target, class_weight, base_weight, grad_loss, max, sum_exp, kept, options, dtype, needs
-):
-    operands = (hidden, weight, bias, target, class_weight, base_weight)
-    call = _call_of(operands, _decoded(options), dtype, kept.shape[1])
-    kept_logits = kept if kept.shape[1] else None
-    grads = per_token.gradients(
-        grad_loss, operands, max, sum_exp, Labels.of(target, call), kept_logits, needs, call, overwrite_kept=False
-    )
-    return tuple(hidden.new_empty(0) if grad is None else grad for grad in grads)
-
-
-@_gradients.register_fake
-def _(hidden, weight, bias, target, class_weight, base_weight, grad_loss, max, sum_exp, kept, options, dtype, needs):
-    tensors = zip((hidden, weight, bias), needs, strict=True)
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) if needed else hidden.new_empty(0)
-        for tensor, needed in tensors
-    )
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *operands, ctx.options, ctx.dtype, _ = inputs
-    _, max_T, sum_exp_T, kept = output
-    ctx.save_for_backward(*operands, max_T, sum_exp_T, kept)
-    ctx.mark_non_differentiable(max_T, sum_exp_T, kept)
-
-
-def _backward(ctx, grad_loss, *_):
-    *operands, max_T, sum_exp_T, kept = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    grads = _gradients(*operands, grad_loss, max_T, sum_exp_T, kept, ctx.options, ctx.dtype, needs)
-    found = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return *found, *[None] * 6
-
-
-_losses.register_autograd(_backward, setup_context=_setup_context)
+def losses(
+    hidden, weight, bias, target_T, class_weight, base_weight, options: LossOptions, sequence_parallel: bool
+) -> torch.Tensor:
+    """[T] like :class:`loongforge.per_token.LossPerToken`, by operators."""
+    return _LOSSES({}, (hidden, weight, bias, target_T, class_weight, base_weight), options, sequence_parallel)[0]

@@ -71,15 +71,7 @@ class LossOptions:
             raise ValueError(f"ignore_index must fit 64 bits, got {self.ignore_index}")
         _number("label_smoothing", self.label_smoothing, "in [0, 1)", lambda x: 0.0 <= x < 1.0)
         _number("z_loss_weight", self.z_loss_weight, "finite and >= 0", lambda x: x >= 0.0)
-        # The statistics are float32: far from 1e38 and 1e-38, so that products with logits stay finite there.
-        _number(
-            "logit_scale",
-            self.logit_scale,
-            "finite and not 0 (of magnitude 1e-30 to 1e30)",
-            lambda x: 1e-30 <= abs(x) <= 1e30,
-        )
-        if self.softcap is not None:
-            _number("softcap", self.softcap, "finite and > 0 (1e-30 to 1e30), or None", lambda x: 1e-30 <= x <= 1e30)
+        check_transform(self.logit_scale, self.softcap)
         if self.vocab_size is not None and _integer("vocab_size", self.vocab_size) < 1:
             raise ValueError(f"vocab_size must be None or at least 1, got {self.vocab_size}")
         for name in ("sequence_parallel", "fp32_logits", "fp32_grad_hidden"):
@@ -101,6 +93,16 @@ class LossOptions:
 
 
 OPTION_NAMES = tuple(field.name for field in fields(LossOptions))
+
+
+def check_transform(logit_scale: object, softcap: object, of: str = "") -> None:
+    """Raise unless both are legal; ``of`` is whose they are."""
+    # The statistics are float32: far from 1e38 and 1e-38, so that products with logits stay finite there.
+    legal = "finite and not 0 (of magnitude 1e-30 to 1e30)"
+    _number(f"{of}logit_scale", logit_scale, legal, lambda x: 1e-30 <= abs(x) <= 1e30)
+    if softcap is not None:
+        legal = "finite and > 0 (1e-30 to 1e30), or None"
+        _number(f"{of}softcap", softcap, legal, lambda x: 1e-30 <= x <= 1e30)
 
 
 def check_budget(name: str, value: object) -> int | str:

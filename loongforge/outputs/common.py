@@ -1,4 +1,4 @@
-"""What the outputs share: their options, row kernels that pass everything on, and statistics over ranks."""
+"""What the outputs share: options, autograd's Function, row kernels that pass all on, statistics over ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 
+from loongforge import sharded
+from loongforge.call import Call, refusing_second_derivatives
 from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import build_options
+from loongforge.operators import Computation, Operators, constants
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
+from loongforge.per_token import KeptLogits
 
 HEAD_OPTIONS = ("softcap", "logit_scale", "vocab_size", "tp_group", "sequence_parallel", "fp32_logits", "impl")
 """Fields of LossOptions that every output takes."""
@@ -29,12 +33,63 @@ def output_options(
         if name in OPTION_NAMES and name not in accepted:
             raise NotImplementedError(f"{function} has no option {name}: its options are {', '.join(accepted)}")
     built = build_options({**options, **fixed})
+    temperature = constants({"temperature": temperature})["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, got {temperature!r} of type {type(temperature).__name__}")
     if not (math.isfinite(temperature) and 1e-6 <= temperature <= 1e6):
         raise ValueError(f"temperature must be finite and between 1e-6 and 1e6, got {temperature!r}")
-    softcap = None if built.softcap is None else built.softcap / temperature
-    return replace(built, logit_scale=built.logit_scale / temperature, softcap=softcap)
+    values = {name: getattr(built, name) for name in OPTION_NAMES}
+    return build_options(values | at_temperature(built.logit_scale, built.softcap, temperature))
+
+
+def at_temperature(logit_scale: float, softcap: float | None, temperature: float) -> dict[str, float | None]:
+    """The two options for logits divided by the temperature."""
+    return {"logit_scale": logit_scale / temperature, "softcap": None if softcap is None else softcap / temperature}
+
+
+def per_token(
+    operators: Operators,
+    settings: dict[str, Any],
+    operands: Sequence[torch.Tensor | None],
+    options: LossOptions,
+    parallel: VocabParallel,
+) -> Sequence[Any]:
+    """Values of the operators' computation, by them in a graph and by autograd's Function elsewhere."""
+    if torch.compiler.is_compiling():
+        return operators(settings, operands, options, parallel.sequence_parallel)
+    computation = operators.computation(**settings)
+    return _PerToken.apply(computation, computation.call(operands, options, parallel), *operands)
+
+
+class _PerToken(torch.autograd.Function):
+    """(computation, call, operands) -> values per token, with gradients of hidden, weight and bias."""
+
+    @staticmethod
+    def forward(ctx, computation: Computation, call: Call, *operands):  # noqa: D102
+        with torch.autocast(operands[0].device.type, enabled=False):
+            values, saved, kept = computation.forward(operands, call, keep=call.reservation is not None)
+        ctx.set_materialize_grads(len(values) == 1)
+        ctx.mark_non_differentiable(*(x for x in values if x is not None and not x.is_floating_point()))
+        if call.needs_grad:
+            ctx.save_for_backward(*operands, *saved)
+            ctx.kept = KeptLogits.of(kept, call.reservation)
+            ctx.computation, ctx.call = computation, replace(call, reservation=None)
+            ctx.shapes = sharded.shapes_of(*operands)
+        return tuple(values)
+
+    @staticmethod
+    @refusing_second_derivatives
+    def backward(ctx, *grads):  # noqa: D102
+        num_operands, tensors = len(ctx.shapes), ctx.saved_tensors  # read once: checkpointing allows no second time
+        operands, saved = tensors[:num_operands], tensors[num_operands:]
+        arguments = ctx.computation.OPERANDS.replace("teacher_", "teacher.").split(", ")
+        names = [argument.split()[-1] for argument in arguments]
+        sharded.require_unchanged(names, operands, ctx.shapes)
+        kept, ctx.kept = ctx.kept, None
+        logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[2:5]
+        with torch.autocast(operands[0].device.type, enabled=False):
+            found = ctx.computation.gradients(grads, operands, saved, logits, needs, ctx.call, overwrite_kept=True)
+        return None, None, *found, *[None] * (num_operands - 3)
 
 
 class PassedOn:

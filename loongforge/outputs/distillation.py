@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
 
 from loongforge import checks, env
 from loongforge.agreement import ranks_agree, refusals_travel
-from loongforge.call import prepare_call
 from loongforge.loss import reduce_loss, with_options_spelled_out
-from loongforge.options import LossOptions
-from loongforge.outputs.common import HEAD_OPTIONS, output_options
-from loongforge.outputs.teacher_head import DivergenceFromHead, TeacherHead
-from loongforge.outputs.teacher_top_k import RESTS, DivergenceFromTopK, TeacherTopK, teacher_of
+from loongforge.operators import constants
+from loongforge.options import check_transform
+from loongforge.outputs.common import HEAD_OPTIONS, at_temperature, output_options, per_token
+from loongforge.outputs.teacher_head import FROM_HEAD, TeacherHead
+from loongforge.outputs.teacher_top_k import FROM_TOP_K, RESTS, TeacherTopK, teacher_of
 from loongforge.outputs.top_k import MAX_K, no_target
 from loongforge.parallel import VocabParallel
 
@@ -66,49 +66,21 @@ def linear_distillation(
         target = no_target(hidden, parallel)
         target = target + 1 if built.ignore_index == -1 else target
     is_reverse = _is_reverse(divergence, teacher)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "divergence": divergence}
-    with ranks_agree(parallel, built, {**given, "teacher": tuple(vars(teacher).values())}):
+    given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
+    given |= {"divergence": divergence, "normalizer": normalizer}
+    given |= {f"teacher.{field.name}": getattr(teacher, field.name) for field in fields(teacher)}
+    with ranks_agree(parallel, built, given):
         checks.check_inputs(hidden, weight, target, bias, None, normalizer, built, parallel)
         num_classes = built.vocab_size or weight.shape[0] * parallel.size
-        if isinstance(teacher, TeacherHead):
-            _check_head(teacher, hidden, weight)
-        else:
-            _check_top_k(teacher, target, num_classes)
+        settings = _checked_settings(teacher, hidden, weight, target, temperature, num_classes)
     target_T = target.reshape(-1).long()
     ignored_T = target_T == built.ignore_index
-    student = (hidden, weight, bias, ignored_T)
-    if isinstance(teacher, TeacherHead):
-        divergence_T = _from_head(*student, teacher, is_reverse, built, parallel, temperature)
-    else:
-        divergence_T = _from_top_k(*student, teacher, is_reverse, built, parallel)
+    if not isinstance(teacher, TeacherHead) and not torch.compiler.is_compiling() and env.check_labels():
+        _check_distributions(teacher, ignored_T, num_classes)
+    operators = FROM_HEAD if isinstance(teacher, TeacherHead) else FROM_TOP_K
+    operands = (hidden, weight, bias, ignored_T, *_operands_of(teacher))
+    (divergence_T,) = per_token(operators, {**settings, "is_reverse": is_reverse}, operands, built, parallel)
     return reduce_loss(divergence_T, target, target_T, None, normalizer, built, num_classes)
-
-
-def _from_head(hidden, weight, bias, ignored_T, teacher, is_reverse: bool, options: LossOptions, parallel, temperature):
-    own = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
-    transform = output_options("TeacherHead", HEAD_OPTIONS, own, temperature).transform
-    call = prepare_call(
-        hidden, weight, bias, False, ignored_T.shape[0], options, parallel, None, None,
-        outputs=frozenset({"divergence from a teacher's head"}),
-    )  # fmt: skip
-    of_teacher = (
-        None if tensor is None else tensor.detach() for tensor in (teacher.hidden, teacher.weight, teacher.bias)
-    )
-    return DivergenceFromHead.apply(hidden, weight, bias, *of_teacher, ignored_T, transform, is_reverse, call)
-
-
-def _from_top_k(hidden, weight, bias, ignored_T, teacher, is_reverse: bool, options: LossOptions, parallel):
-    call = prepare_call(hidden, weight, bias, False, ignored_T.shape[0], options, parallel, None, None)
-    k = teacher.ids.shape[-1]
-    ids_TK, logprobs_TK = teacher.ids.reshape(-1, k).long(), teacher.logprobs.detach().reshape(-1, k)
-    if env.check_labels():
-        bad_T = teacher_of(logprobs_TK, ids_TK, teacher.rest, call.num_classes).bad_T & ~ignored_T
-        _check_distributions(bad_T, teacher, call.num_classes)
-    # Its row kernels take classes out of a chunk, which tile kernels never store.
-    call = replace(call, tiles=None)
-    return DivergenceFromTopK.apply(
-        hidden, weight, bias, ignored_T, logprobs_TK, ids_TK, teacher.rest, is_reverse, call
-    )  # fmt: skip
 
 
 def _is_reverse(divergence: object, teacher: object) -> bool:
@@ -127,15 +99,31 @@ def _is_reverse(divergence: object, teacher: object) -> bool:
     return divergence == "reverse"
 
 
+def _checked_settings(teacher, hidden, weight, target, temperature: float, num_classes: int) -> dict[str, Any]:
+    """Of the computation, once the teacher fits the rest of the call."""
+    if isinstance(teacher, TeacherHead):
+        _check_head(teacher, hidden, weight)
+        return _transform(teacher, temperature)
+    _check_top_k(teacher, target, num_classes)
+    return {"rest": teacher.rest}
+
+
+def _transform(teacher: TeacherHead, temperature: float) -> dict[str, float | None]:
+    """Of the teacher's logits; checked with what is its own alone, so that messages name it."""
+    own = constants({"logit_scale": teacher.logit_scale, "softcap": teacher.softcap})
+    check_transform(**own, of="teacher.")
+    divided = at_temperature(**own, **constants({"temperature": temperature}))
+    check_transform(**divided, of="teacher.")
+    return divided
+
+
 def _check_head(teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor) -> None:
     named = {"teacher.hidden": teacher.hidden, "teacher.weight": teacher.weight}
     if teacher.bias is not None:
         named["teacher.bias"] = teacher.bias
-    autocast = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     for name, tensor in named.items():
-        _check_tensor(name, tensor, hidden)
-        if tensor.dtype != hidden.dtype and not autocast:
-            raise TypeError(f"hidden is {hidden.dtype} and {name} is {tensor.dtype}: cast one of them")
+        checks.check_tensor(name, tensor, hidden)
+    checks.check_operands(hidden, named)
     if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
         raise ValueError(
             f"teacher.hidden must be {list(hidden.shape[:-1])} + [H_teacher], got {list(teacher.hidden.shape)}"
@@ -155,9 +143,9 @@ def _check_head(teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor
 
 
 def _check_top_k(teacher: TeacherTopK, target: torch.Tensor, num_classes: int) -> None:
-    _check_tensor("teacher.logprobs", teacher.logprobs, target)
-    _check_tensor("teacher.ids", teacher.ids, target)
-    if not teacher.logprobs.is_floating_point() or teacher.ids.dtype not in (torch.int64, torch.int32):
+    checks.check_tensor("teacher.logprobs", teacher.logprobs, target)
+    checks.check_tensor("teacher.ids", teacher.ids, target)
+    if teacher.logprobs.dtype not in checks.FLOAT_DTYPES or teacher.ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(
             f"teacher.logprobs must be floats and teacher.ids int64 or int32, got {teacher.logprobs.dtype} and "
             f"{teacher.ids.dtype}"
@@ -170,21 +158,23 @@ def _check_top_k(teacher: TeacherTopK, target: torch.Tensor, num_classes: int) -
         )
 
 
-def _check_tensor(name: str, tensor: object, like: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, hidden on {like.device}: move them to one device")
-    checks.check_is_here(name, tensor)
+def _operands_of(teacher: TeacherHead | TeacherTopK) -> tuple[Any, ...]:
+    if isinstance(teacher, TeacherHead):
+        bias = None if teacher.bias is None else teacher.bias.detach()
+        return teacher.hidden.detach(), teacher.weight.detach(), bias
+    k = teacher.ids.shape[-1]
+    return teacher.logprobs.detach().reshape(-1, k), teacher.ids.reshape(-1, k).long()
 
 
-def _check_distributions(bad_T: torch.Tensor, teacher: TeacherTopK, num_classes: int) -> None:
+def _check_distributions(teacher: TeacherTopK, ignored_T: torch.Tensor, num_classes: int) -> None:
     """``LCE_CHECK_LABELS=1``: raise ValueError naming the first token that is no distribution.  Synchronises."""
-    checks.refuse_under_graph_capture("LCE_CHECK_LABELS=1", bad_T.device)
-    rows = bad_T.nonzero()
+    checks.refuse_under_graph_capture("LCE_CHECK_LABELS=1", ignored_T.device)
+    logprobs_TK, ids_TK = _operands_of(teacher)
+    wide = torch.promote_types(logprobs_TK.dtype, torch.float32)
+    rows = (teacher_of(logprobs_TK.to(wide), ids_TK, teacher.rest, num_classes).bad_T & ~ignored_T).nonzero()
     if len(rows):
         row = int(rows[0])
-        ids, mass = teacher.ids.reshape(len(bad_T), -1)[row], teacher.logprobs.reshape(len(bad_T), -1)[row].exp().sum()
+        ids, mass = ids_TK[row], logprobs_TK[row].exp().sum()
         raise ValueError(
             f"token {row} of the teacher has ids {ids.tolist()} and probabilities that sum to {float(mass):.4f}: ids "
             f"must be different numbers in [0, {num_classes}) and the sum at most 1 ({len(rows)} such token(s))"

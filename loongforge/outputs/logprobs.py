@@ -9,17 +9,18 @@ so that two coefficients per token more than the loss's own suffice: p_j is mult
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from loongforge import checks, chunks, env, sharded
+from loongforge import checks, chunks, env
 from loongforge.agreement import ranks_agree, refusals_travel
-from loongforge.call import Call, Labels, head_of, prepare_call, refusing_second_derivatives
+from loongforge.call import Call, Labels, head_of, prepare_call
 from loongforge.compact import CarriedTokens
 from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import with_options_spelled_out
+from loongforge.operators import Computation, Computed, Operators
 from loongforge.options import LossOptions
 from loongforge.outputs.common import (
     HEAD_OPTIONS,
@@ -29,9 +30,10 @@ from loongforge.outputs.common import (
     moved_relative,
     output_options,
     over_sum,
+    per_token,
 )
 from loongforge.parallel import VocabParallel
-from loongforge.per_token import KeptLogits, products
+from loongforge.per_token import products
 
 OPTIONS = ("ignore_index", "z_loss_weight", *HEAD_OPTIONS, "compact_tokens", "logits_budget_mb")
 NO_PREDICTION = -1
@@ -75,20 +77,6 @@ class _WithOutputs(PassedOn):
         super().accumulate(logits_TC, label_T, first_class, replace(stats, **self._more), transform, class_weight_C)
 
 
-def _statistics(head: chunks.Head, call: Call, outputs: frozenset[str]) -> tuple[RowStats, torch.Tensor | None]:
-    """Statistics over all ranks, and kept logits."""
-    num_tokens = call.plan.num_tokens
-    relative_T = head.tokens.new_empty((num_tokens,), head.statistics_dtype).zero_() if "entropy" in outputs else None
-    argmax_T = None
-    if "predictions" in outputs:
-        argmax_T = head.tokens.new_empty((num_tokens,), torch.int64).zero_()
-    if outputs:
-        head = replace(head, kernels=_WithOutputs(call.kernels, relative_T, argmax_T))
-    stats, kept = chunks.forward(head, with_weighted_sum=False, keep=call.reservation is not None)
-    stats = replace(stats, relative_sum_T=relative_T, argmax_T=argmax_T)
-    return (stats if call.parallel.size == 1 else _over_ranks(stats, call)), kept
-
-
 def _over_ranks(stats: RowStats, call: Call) -> RowStats:
     values = [stats.max_T, stats.sum_exp_T, stats.label_logit_T]
     if stats.relative_sum_T is not None:
@@ -105,57 +93,79 @@ def _over_ranks(stats: RowStats, call: Call) -> RowStats:
     return RowStats(max_T, (sum_exp_RT * scale_RT).sum(0), label_logit_RT.sum(0), None, relative_T, argmax_T)
 
 
-class _LogProbsPerToken(torch.autograd.Function):
+@dataclass(frozen=True)
+class _LogProbsPerToken(Computation):
     """(hidden, weight, bias, target [T]) -> log-probability, log-sum-exp, entropy and prediction [T]."""
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target_T, call: Call, outputs: frozenset[str]):  # noqa: D102
-        ctx.set_materialize_grads(False)
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, None, target_T, call)
-            stats, kept = _statistics(head, call, outputs)
-            labels = Labels.of(target_T, call)
-            log_sum_T = stats.sum_exp_T.log()
-            logprob_T = labels.mark_(stats.label_logit_T - stats.max_T - log_sum_T)
-            log_sum_exp_T = labels.mark_(stats.max_T + log_sum_T)
-            mean_T = entropy_T = None
-            if stats.relative_sum_T is not None:
-                mean_T = stats.relative_sum_T / stats.sum_exp_T
-                entropy_T = labels.mark_(log_sum_T - mean_T)
-            prediction_T = stats.argmax_T
-            if prediction_T is not None:
-                prediction_T = prediction_T.masked_fill_(labels.ignored_T, NO_PREDICTION)
-                ctx.mark_non_differentiable(prediction_T)
-        if call.needs_grad:
-            ctx.save_for_backward(
-                hidden, weight, bias, target_T, stats.max_T, stats.sum_exp_T, mean_T,
-                labels.ignored_T, labels.out_of_range_T,
-            )  # fmt: skip
-            ctx.kept = KeptLogits.of(kept, call.reservation)
-            ctx.call = replace(call, reservation=None)
-            ctx.shapes = sharded.shapes_of(weight, bias)
-        return logprob_T, log_sum_exp_T, entropy_T, prediction_T
+    entropy: bool
+    predictions: bool
 
-    @staticmethod
-    @refusing_second_derivatives
-    def backward(ctx, grad_logprob_T, grad_log_sum_exp_T, grad_entropy_T, _):  # noqa: D102
-        hidden, weight, bias, target_T, max_T, sum_exp_T, mean_T, ignored_T, out_of_range_T = ctx.saved_tensors
-        sharded.require_unchanged(("weight", "bias"), (weight, bias), ctx.shapes)
-        kept, ctx.kept = ctx.kept, None
-        labels = Labels(ignored_T, out_of_range_T)
+    OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+    VALUES = ("logprob", "log_sum_exp", "entropy", "prediction")
+    SAVED = ("max", "sum_exp", "mean")
+
+    def call(self, operands, options: LossOptions, parallel: VocabParallel, dtype=None) -> Call:
+        hidden, weight, bias, target_T = operands
+        outputs = frozenset(name for name, wanted in vars(self).items() if wanted)
+        return prepare_call(
+            hidden, weight, bias, False, target_T.shape[0], options, parallel, None, None, dtype=dtype, outputs=outputs
+        )
+
+    def forward(self, operands, call: Call, keep: bool) -> Computed:
+        hidden, weight, bias, target_T = operands
+        head = head_of(hidden, weight, bias, None, target_T, call)
+        stats, kept = self._statistics(head, call, keep)
+        labels = Labels.of(target_T, call)
+        log_sum_T = stats.sum_exp_T.log()
+        logprob_T = labels.mark_(stats.label_logit_T - stats.max_T - log_sum_T)
+        log_sum_exp_T = labels.mark_(stats.max_T + log_sum_T)
+        mean_T = entropy_T = None
+        if stats.relative_sum_T is not None:
+            mean_T = stats.relative_sum_T / stats.sum_exp_T
+            entropy_T = labels.mark_(log_sum_T - mean_T)
+        prediction_T = stats.argmax_T
+        if prediction_T is not None:
+            prediction_T = prediction_T.masked_fill_(labels.ignored_T, NO_PREDICTION)
+        values = (logprob_T, log_sum_exp_T, entropy_T, prediction_T)
+        return Computed(values, (stats.max_T, stats.sum_exp_T, mean_T), kept)
+
+    def _statistics(self, head: chunks.Head, call: Call, keep: bool) -> tuple[RowStats, torch.Tensor | None]:
+        """Statistics over all ranks, and kept logits."""
+        shape = (call.plan.num_tokens,)
+        relative_T = head.tokens.new_empty(shape, head.statistics_dtype).zero_() if self.entropy else None
+        argmax_T = head.tokens.new_empty(shape, torch.int64).zero_() if self.predictions else None
+        if self.entropy or self.predictions:
+            head = replace(head, kernels=_WithOutputs(call.kernels, relative_T, argmax_T))
+        stats, kept = chunks.forward(head, with_weighted_sum=False, keep=keep)
+        stats = replace(stats, relative_sum_T=relative_T, argmax_T=argmax_T)
+        return (stats if call.parallel.size == 1 else _over_ranks(stats, call)), kept
+
+    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+        grad_logprob_T, grad_log_sum_exp_T, grad_entropy_T, _ = grads
+        hidden, weight, bias, target_T = operands
+        max_T, sum_exp_T, mean_T = saved
+        labels = Labels.of(target_T, call)
         onehot_T = labels.mark_(torch.zeros_like(max_T) if grad_logprob_T is None else -grad_logprob_T.to(max_T.dtype))
         softmax_T, relative_over_sum_T = onehot_T.clone(), None
         if grad_log_sum_exp_T is not None:
             softmax_T += grad_log_sum_exp_T
-        if grad_entropy_T is not None:
+        if self.entropy and grad_entropy_T is not None:
             softmax_T += grad_entropy_T * mean_T
             relative_over_sum_T = over_sum(labels.mark_(-grad_entropy_T.to(max_T.dtype)), sum_exp_T)
         softmax_over_sum_T = over_sum(labels.mark_(softmax_T), sum_exp_T)
         coefficients = RowCoefficients(max_T, softmax_over_sum_T, onehot_T, None, relative_over_sum_T)
         operands = (hidden, weight, bias, target_T, None, None)
-        logits = None if kept is None else kept.logits
-        grads = products(coefficients, operands, sum_exp_T, logits, ctx.needs_input_grad[:3], ctx.call)
-        return *grads, None, None, None
+        return products(coefficients, operands, sum_exp_T, kept, needs, call, overwrite_kept)
+
+    def like(self, operands, wide: torch.dtype) -> Computed:
+        target_T = operands[3]
+        logprob_T, log_sum_exp_T, max_T, sum_exp_T = (torch.empty_like(target_T, dtype=wide) for _ in range(4))
+        entropy_T, mean_T = (torch.empty_like(target_T, dtype=wide) if self.entropy else None for _ in range(2))
+        prediction_T = torch.empty_like(target_T) if self.predictions else None
+        return Computed((logprob_T, log_sum_exp_T, entropy_T, prediction_T), (max_T, sum_exp_T, mean_T))
+
+
+_LOGPROBS = Operators("logprobs", _LogProbsPerToken)
 
 
 @refusals_travel
@@ -195,60 +205,56 @@ def linear_logprobs(
         RuntimeError: ``impl`` cannot run on this device.  NotImplementedError: it lacks an option or an output.
     """
     built = output_options("linear_logprobs", OPTIONS, options, temperature, reduction="none")
-    outputs = _outputs(entropy, predictions)
-    parallel = _checked(hidden, weight, target, bias, built, outputs)
+    wanted = {"entropy": entropy, "predictions": predictions}
+    parallel = _checked(hidden, weight, target, bias, built, wanted)
     num_classes = built.vocab_size or weight.shape[0] * parallel.size
     target_T = target.reshape(-1).long()
-    if env.check_labels():
+    if not torch.compiler.is_compiling() and env.check_labels():
         labels = Labels.among(target_T, num_classes, built.ignore_index)
         checks.check_labels_in_range(target, labels.out_of_range_T.view(target.shape), num_classes)
     (logprob_T, log_sum_exp_T, entropy_T, prediction_T), carried = _per_token(
-        hidden, weight, bias, target_T, built, parallel, outputs
+        hidden, weight, bias, target_T, built, parallel, wanted
     )
-    accuracy = None if prediction_T is None else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T)
+    accuracy = None if not predictions else _accuracy(prediction_T, target_T, built.ignore_index, logprob_T)
     return LogProbs(
         logprobs=logprob_T.view(target.shape),
         log_sum_exp=log_sum_exp_T.view(target.shape),
-        entropy=None if entropy_T is None else entropy_T.view(target.shape),
-        predictions=None if prediction_T is None else prediction_T.view(target.shape),
+        entropy=None if not entropy else entropy_T.view(target.shape),
+        predictions=None if not predictions else prediction_T.view(target.shape),
         accuracy=accuracy if accuracy is None or carried is None else carried.marked(accuracy),
         z_loss=built.z_loss_weight * log_sum_exp_T.square().view(target.shape) if built.z_loss_weight else None,
     )
 
 
-def _per_token(hidden, weight, bias, target_T, options: LossOptions, parallel: VocabParallel, outputs: frozenset[str]):
+def _per_token(hidden, weight, bias, target_T, options: LossOptions, parallel: VocabParallel, wanted: dict[str, bool]):
     """What :class:`_LogProbsPerToken` gives, for all tokens where only some are carried through the products: which."""
     if options.compact_tokens is False:
-        call = prepare_call(
-            hidden, weight, bias, False, target_T.shape[0], options, parallel, None, None, outputs=outputs
-        )
-        return _LogProbsPerToken.apply(hidden, weight, bias, target_T, call, outputs), None
+        return per_token(_LOGPROBS, wanted, (hidden, weight, bias, target_T), options, parallel), None
     carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
-    hidden_NH = carried.hidden(hidden, parallel)
-    label_N = carried.values(target_T, options.ignore_index)
-    everything = replace(options, compact_tokens=False)
-    (*values, prediction_N), _ = _per_token(
-        hidden_NH, weight, bias, label_N, everything, replace(parallel, sequence_parallel=False), outputs
-    )
-    # Marked where the tokens are whole again: one that did not fit must not read as a log-probability of 0.
-    values = [None if value_N is None else carried.marked(carried.losses(value_N)) for value_N in values]
-    if prediction_N is None:
-        return (*values, None), carried
-    # Shifted, so that the 0 of what is left out reads NO_PREDICTION.
-    return (*values, carried.losses(prediction_N - NO_PREDICTION) + NO_PREDICTION), carried
+    operands = carried.hidden(hidden, parallel), weight, bias, carried.values(target_T, options.ignore_index)
+    values = per_token(_LOGPROBS, wanted, operands, options, replace(parallel, sequence_parallel=False))
+    logprob_N, log_sum_exp_N, entropy_N, prediction_N = values
+
+    def whole(value_N):
+        # Marked where the tokens are whole again: one that did not fit must not read as a log-probability of 0.
+        return carried.marked(carried.losses(value_N))
+
+    return (
+        whole(logprob_N),
+        whole(log_sum_exp_N),
+        whole(entropy_N) if wanted["entropy"] else None,
+        # Shifted, so that the 0 of what is left out reads NO_PREDICTION.
+        carried.losses(prediction_N - NO_PREDICTION) + NO_PREDICTION if wanted["predictions"] else None,
+    ), carried
 
 
-def _outputs(entropy: bool, predictions: bool) -> frozenset[str]:
-    for name, value in (("entropy", entropy), ("predictions", predictions)):
+def _checked(hidden, weight, target, bias, options, wanted: dict[str, bool]) -> VocabParallel:
+    for name, value in wanted.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}")
-    return frozenset(name for name, wanted in (("entropy", entropy), ("predictions", predictions)) if wanted)
-
-
-def _checked(hidden, weight, target, bias, options, outputs: frozenset[str]) -> VocabParallel:
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
-    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "outputs": tuple(sorted(outputs))}
+    given = {"hidden": hidden, "weight": weight, "target": target, "bias": bias, **wanted}
     with ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, None, None, options, parallel)
     return parallel

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loongforge import chunks, sharded
-from loongforge.call import Call, Labels, head_of, refusing_second_derivatives
+from loongforge import chunks
+from loongforge.call import Call, head_of, prepare_call
 from loongforge.kernels.interface import (
     LogitTransform,
     OutputKernels,
@@ -30,8 +30,9 @@ from loongforge.kernels.interface import (
     RowCoefficients,
     RowStats,
 )
+from loongforge.operators import Computation, Computed, Operators
 from loongforge.outputs.common import PassedOn, gathered, moved, moved_relative, over_sum
-from loongforge.per_token import KeptLogits, products
+from loongforge.per_token import products
 
 
 @dataclass(frozen=True)
@@ -124,71 +125,78 @@ class _BesideTeacher(PassedOn):
             yield logits_TC[:, start:stop], teacher_TC
 
 
-def _teacher_head(hidden, weight, bias, teacher_transform: LogitTransform, call: Call) -> chunks.Head:
-    return replace(head_of(hidden, weight, bias, None, _no_label(hidden), call), transform=teacher_transform)
-
-
 def _no_label(hidden: torch.Tensor) -> torch.Tensor:
     """The kernels of two heads look at no label."""
     return torch.empty(0, dtype=torch.int64, device=hidden.device)
 
 
-class DivergenceFromHead(torch.autograd.Function):
-    """(student's hidden, weight, bias, teacher's hidden, weight, bias, ignored [T]) -> divergence [T]."""
+@dataclass(frozen=True)
+class DivergenceFromHead(Computation):
+    """(student's hidden, weight, bias, ignored [T], teacher's hidden, weight, bias) -> divergence [T]."""
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, ignored_T,
-                teacher_transform: LogitTransform, is_reverse: bool, call: Call):  # fmt: skip # noqa: D102
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, None, _no_label(hidden), call)
-            teacher = _teacher_head(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, call)
-            zeros_T = head.tokens.new_empty((call.plan.num_tokens,), head.statistics_dtype).zero_()
-            rows = _BesideTeacher(
-                call.kernels, teacher, is_reverse,
-                torch.full_like(zeros_T, -torch.inf), zeros_T, zeros_T.clone(),
-            )  # fmt: skip
-            keep = call.reservation is not None
-            stats, kept = chunks.forward(replace(head, kernels=rows), with_weighted_sum=False, keep=keep)
-            teacher.tokens.wait()  # where nothing needed them, other ranks may have
-            student, teacher_stats, gap_T = _over_ranks(stats, rows, is_reverse, call)
-            log_ratio_T = teacher_stats[1].log() - student[1].log()
-            divergence_T = gap_T + (log_ratio_T if is_reverse else -log_ratio_T)
-            labels = Labels(ignored_T, torch.zeros_like(ignored_T))
-        if call.needs_grad:
-            ctx.save_for_backward(
-                hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, ignored_T,
-                *student, *teacher_stats, gap_T,
-            )  # fmt: skip
-            ctx.kept = KeptLogits.of(kept, call.reservation)
-            ctx.call, ctx.rest = replace(call, reservation=None), (teacher_transform, is_reverse)
-            ctx.shapes = sharded.shapes_of(weight, bias, teacher_weight, teacher_bias)
-        return labels.mark_(divergence_T)
+    logit_scale: float
+    softcap: float | None
+    """Both the teacher's."""
+    is_reverse: bool
 
-    @staticmethod
-    @refusing_second_derivatives
-    def backward(ctx, grad_T):  # noqa: D102
-        (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, ignored_T,
-         max_T, sum_exp_T, teacher_max_T, teacher_sum_exp_T, gap_T) = ctx.saved_tensors  # fmt: skip
-        names = ("weight", "bias", "teacher.weight", "teacher.bias")
-        sharded.require_unchanged(names, (weight, bias, teacher_weight, teacher_bias), ctx.shapes)
-        (teacher_transform, is_reverse), call = ctx.rest, ctx.call
-        kept, ctx.kept = ctx.kept, None
-        labels = Labels(ignored_T, torch.zeros_like(ignored_T))
-        grad_T = labels.mark_(grad_T.to(max_T.dtype, copy=True))
-        if is_reverse:
-            softmax_T, onehot_T = labels.mark_(-grad_T * gap_T), torch.zeros_like(grad_T)
+    OPERANDS = (
+        "Tensor hidden, Tensor weight, Tensor? bias, Tensor ignored, "
+        "Tensor teacher_hidden, Tensor teacher_weight, Tensor? teacher_bias"
+    )
+    VALUES = ("divergence",)
+    SAVED = ("max", "sum_exp", "teacher_max", "teacher_sum_exp", "gap")
+
+    def call(self, operands, options, parallel, dtype=None) -> Call:
+        hidden, weight, bias, ignored_T, *_ = operands
+        return prepare_call(
+            hidden, weight, bias, False, ignored_T.shape[0], options, parallel, None, None,
+            dtype=dtype, outputs=frozenset({"divergence from a teacher's head"}),
+        )  # fmt: skip
+
+    def forward(self, operands, call: Call, keep: bool) -> Computed:
+        hidden, weight, bias, ignored_T, *_ = operands
+        head = head_of(hidden, weight, bias, None, _no_label(hidden), call)
+        teacher = self._teacher(operands, call)
+        zeros_T = head.tokens.new_empty((call.plan.num_tokens,), head.statistics_dtype).zero_()
+        rows = _BesideTeacher(
+            call.kernels, teacher, self.is_reverse, torch.full_like(zeros_T, -torch.inf), zeros_T, zeros_T.clone()
+        )
+        stats, kept = chunks.forward(replace(head, kernels=rows), with_weighted_sum=False, keep=keep)
+        teacher.tokens.wait()  # where nothing needed them, other ranks may have
+        student, teacher_stats, gap_T = _over_ranks(stats, rows, self.is_reverse, call)
+        log_ratio_T = teacher_stats[1].log() - student[1].log()
+        divergence_T = gap_T + (log_ratio_T if self.is_reverse else -log_ratio_T)
+        return Computed([divergence_T.masked_fill_(ignored_T, 0.0)], (*student, *teacher_stats, gap_T), kept)
+
+    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+        hidden, weight, bias, ignored_T, *_ = operands
+        max_T, sum_exp_T, teacher_max_T, teacher_sum_exp_T, gap_T = saved
+        grad_T = grads[0].to(max_T.dtype).masked_fill(ignored_T, 0.0)
+        if self.is_reverse:
+            softmax_T, onehot_T = (-grad_T * gap_T).masked_fill_(ignored_T, 0.0), torch.zeros_like(grad_T)
             relative_over_sum_T = over_sum(grad_T, sum_exp_T)
         else:
             softmax_T, onehot_T, relative_over_sum_T = grad_T, grad_T, None
         coefficients = RowCoefficients(max_T, over_sum(softmax_T, sum_exp_T), onehot_T, None, relative_over_sum_T)
-        with torch.autocast(hidden.device.type, enabled=False):
-            teacher = _teacher_head(teacher_hidden, teacher_weight, teacher_bias, teacher_transform, call)
-        rows = _BesideTeacher(call.kernels, teacher, is_reverse, teacher_max_T, teacher_sum_exp_T)
-        operands = (hidden, weight, bias, _no_label(hidden), None, None)
-        logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[:3]
-        grads = products(coefficients, operands, sum_exp_T, logits, needs, replace(call, kernels=rows))
+        teacher = self._teacher(operands, call)
+        rows = _BesideTeacher(call.kernels, teacher, self.is_reverse, teacher_max_T, teacher_sum_exp_T)
+        student = (hidden, weight, bias, _no_label(hidden), None, None)
+        call = replace(call, kernels=rows)
+        grads = products(coefficients, student, sum_exp_T, kept, needs, call, overwrite_kept)
         teacher.tokens.wait()
-        return *grads, None, None, None, None, None, None, None
+        return grads
+
+    def _teacher(self, operands, call: Call) -> chunks.Head:
+        hidden, weight, bias = operands[4:]
+        transform = LogitTransform(logit_scale=float(self.logit_scale), softcap=self.softcap)
+        return replace(head_of(hidden, weight, bias, None, _no_label(hidden), call), transform=transform)
+
+    def like(self, operands, wide: torch.dtype) -> Computed:
+        divergence_T, *saved = (torch.empty_like(operands[3], dtype=wide) for _ in range(6))
+        return Computed([divergence_T], saved)
+
+
+FROM_HEAD = Operators("divergence_from_head", DivergenceFromHead)
 
 
 def _over_ranks(stats: RowStats, rows: _BesideTeacher, is_reverse: bool, call: Call):

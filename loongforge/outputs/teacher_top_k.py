@@ -23,12 +23,13 @@ from typing import Literal
 
 import torch
 
-from loongforge import chunks, sharded
-from loongforge.call import Call, Labels, StatisticsExchange, head_of, refusing_second_derivatives
+from loongforge import chunks
+from loongforge.call import Call, Labels, StatisticsExchange, head_of, prepare_call
 from loongforge.kernels.generic import times_slope_, transformed
 from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
+from loongforge.operators import Computation, Computed, Operators
 from loongforge.outputs.common import PassedOn, base, over_sum
-from loongforge.per_token import KeptLogits, products
+from loongforge.per_token import products
 
 RESTS = ("bucket", "renormalize")
 LARGEST_MASS = 1.001
@@ -177,49 +178,62 @@ def _with_units(student: _Student, teacher: _Teacher, is_reverse: bool):
     return divergence_T, unit_TK, part_T - p[1].exp() * divergence_T
 
 
-class DivergenceFromTopK(torch.autograd.Function):
+@dataclass(frozen=True)
+class DivergenceFromTopK(Computation):
     """(student's hidden, weight, bias, ignored [T], teacher's log-probabilities and ids [T, k]) -> divergence [T]."""
 
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, ignored_T, logprobs_TK, ids_TK, rest: str, is_reverse: bool, call: Call):
-        with torch.autocast(hidden.device.type, enabled=False):
-            head = head_of(hidden, weight, bias, None, torch.full_like(ids_TK[:, 0], -1), call)
-            teacher = teacher_of(logprobs_TK.to(head.statistics_dtype), ids_TK, rest, call.num_classes)
-            local_TK = ids_TK - call.parallel.rank * call.rows_per_rank
-            rows = _Apart(call.kernels, local_TK, torch.zeros_like(teacher.log_q_TK))
-            keep = call.reservation is not None
-            stats, kept = chunks.forward(replace(head, kernels=rows), with_weighted_sum=False, keep=keep)
-            stats, x_TK = StatisticsExchange(stats, call.parallel).wait(), rows.value_TK
-            if call.parallel.size > 1:
-                x_TK = call.parallel.gather_statistics(x_TK).wait().sum(0)
-            student = _student(stats, x_TK, head.transform, call.num_classes)
-            divergence_T, unit_TK, unit_rest_T = _with_units(student, teacher, is_reverse)
-            unit_TK = times_slope_(unit_TK, x_TK, head.transform)
-            labels = Labels(ignored_T, teacher.bad_T & ~ignored_T)
-        if call.needs_grad:
-            rest_stats = student.rest
-            ctx.save_for_backward(
-                hidden, weight, bias, local_TK, unit_TK, unit_rest_T, base(rest_stats.max_T), rest_stats.sum_exp_T,
-                labels.ignored_T, labels.out_of_range_T,
-            )  # fmt: skip
-            ctx.kept = KeptLogits.of(kept, call.reservation)
-            ctx.call = replace(call, reservation=None)
-            ctx.shapes = sharded.shapes_of(weight, bias)
-        return labels.mark_(divergence_T)
+    rest: str
+    is_reverse: bool
 
-    @staticmethod
-    @refusing_second_derivatives
-    def backward(ctx, grad_T):  # noqa: D102
-        (hidden, weight, bias, local_TK, unit_TK, unit_rest_T, max_T, sum_exp_T,
-         ignored_T, out_of_range_T) = ctx.saved_tensors  # fmt: skip
-        sharded.require_unchanged(("weight", "bias"), (weight, bias), ctx.shapes)
-        kept, ctx.kept = ctx.kept, None
-        labels = Labels(ignored_T, out_of_range_T)
-        grad_T = labels.mark_(grad_T.to(max_T.dtype, copy=True))
+    OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor ignored, Tensor teacher_logprobs, Tensor teacher_ids"
+    VALUES = ("divergence",)
+    SAVED = ("unit", "unit_rest", "max", "sum_exp", "bad")
+
+    def call(self, operands, options, parallel, dtype=None) -> Call:
+        hidden, weight, bias, ignored_T, *_ = operands
+        call = prepare_call(
+            hidden, weight, bias, False, ignored_T.shape[0], options, parallel, None, None, dtype=dtype
+        )  # fmt: skip
+        # Its row kernels take classes out of a chunk, which tile kernels never store.
+        return replace(call, tiles=None)
+
+    def forward(self, operands, call: Call, keep: bool) -> Computed:
+        hidden, weight, bias, ignored_T, logprobs_TK, ids_TK = operands
+        head = head_of(hidden, weight, bias, None, torch.full_like(ids_TK[:, 0], -1), call)
+        teacher = teacher_of(logprobs_TK.to(head.statistics_dtype), ids_TK, self.rest, call.num_classes)
+        rows = _Apart(call.kernels, _local(ids_TK, call), torch.zeros_like(teacher.log_q_TK))
+        stats, kept = chunks.forward(replace(head, kernels=rows), with_weighted_sum=False, keep=keep)
+        stats, x_TK = StatisticsExchange(stats, call.parallel).wait(), rows.value_TK
+        if call.parallel.size > 1:
+            x_TK = call.parallel.gather_statistics(x_TK).wait().sum(0)
+        student = _student(stats, x_TK, head.transform, call.num_classes)
+        divergence_T, unit_TK, unit_rest_T = _with_units(student, teacher, self.is_reverse)
+        unit_TK = times_slope_(unit_TK, x_TK, head.transform).contiguous()
+        divergence_T = Labels(ignored_T, teacher.bad_T & ~ignored_T).mark_(divergence_T)
+        saved = (unit_TK, unit_rest_T, base(student.rest.max_T), student.rest.sum_exp_T, teacher.bad_T)
+        return Computed([divergence_T], saved, kept)
+
+    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+        hidden, weight, bias, ignored_T, _, ids_TK = operands
+        unit_TK, unit_rest_T, max_T, sum_exp_T, bad_T = saved
+        labels = Labels(ignored_T, bad_T & ~ignored_T)
+        grad_T = labels.mark_(grads[0].to(max_T.dtype, copy=True))
         rest_T = torch.where(sum_exp_T == 0, 0.0, over_sum(labels.mark_(grad_T * unit_rest_T), sum_exp_T))
         coefficients = RowCoefficients(max_T, rest_T, grad_T * _HEADROOM, None)
-        rows = _Apart(ctx.call.kernels, local_TK, unit_TK / _HEADROOM)
-        operands = (hidden, weight, bias, torch.full_like(local_TK[:, 0], -1), None, None)
-        logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[:3]
-        grads = products(coefficients, operands, sum_exp_T, logits, needs, replace(ctx.call, kernels=rows))
-        return *grads, None, None, None, None, None, None
+        rows = _Apart(call.kernels, _local(ids_TK, call), unit_TK / _HEADROOM)
+        student = (hidden, weight, bias, torch.full_like(ids_TK[:, 0], -1), None, None)
+        call = replace(call, kernels=rows)
+        return products(coefficients, student, sum_exp_T, kept, needs, call, overwrite_kept)
+
+    def like(self, operands, wide: torch.dtype) -> Computed:
+        ignored_T, ids_TK = operands[3], operands[5]
+        divergence_T, *saved = (torch.empty_like(ignored_T, dtype=wide) for _ in range(4))
+        unit_TK = ids_TK.new_empty(ids_TK.shape, dtype=wide)
+        return Computed([divergence_T], (unit_TK, *saved, torch.empty_like(ignored_T)))
+
+
+def _local(ids_TK: torch.Tensor, call: Call) -> torch.Tensor:
+    return ids_TK - call.parallel.rank * call.rows_per_rank
+
+
+FROM_TOP_K = Operators("divergence_from_top_k", DivergenceFromTopK)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from loongforge import checks, chunks
 from loongforge.agreement import ranks_agree, refusals_travel
-from loongforge.call import StatisticsExchange, head_of, prepare_call
+from loongforge.call import Call, StatisticsExchange, head_of, prepare_call
 from loongforge.kernels.generic import first_k
 from loongforge.kernels.interface import NO_CLASS, LogitTransform, OutputKernels, RowStats
 from loongforge.loss import with_options_spelled_out
-from loongforge.outputs.common import HEAD_OPTIONS, PassedOn, output_options
+from loongforge.operators import Computation, Computed, Operators, constants
+from loongforge.options import LossOptions
+from loongforge.outputs.common import HEAD_OPTIONS, PassedOn, output_options, per_token
 from loongforge.parallel import VocabParallel
 
 MAX_K = 128
@@ -46,6 +48,50 @@ class _Largest(PassedOn):
     ) -> None:
         super().accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
         self.kernels.top_k_(logits_TC, first_class, self._values_TK, self._classes_TK, transform)
+
+
+@dataclass(frozen=True)
+class _LargestPerToken(Computation):
+    """(hidden, weight, bias, labels [T] that no kernel looks at) -> log-probabilities and ids [T, k], log-sum-exp."""
+
+    k: int
+
+    OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target"
+    VALUES = ("logprobs", "ids", "log_sum_exp")
+    SAVED = ()
+
+    def call(self, operands, options: LossOptions, parallel: VocabParallel, dtype=None) -> Call:
+        hidden, weight, bias, target_T = operands
+        return prepare_call(
+            hidden, weight, bias, False, target_T.shape[0], options, parallel, None, None,
+            dtype=dtype, outputs=frozenset({"top_k"}),
+        )  # fmt: skip
+
+    def forward(self, operands, call: Call, keep: bool) -> Computed:
+        hidden, weight, bias, target_T = operands
+        head = head_of(hidden, weight, bias, None, target_T, call)
+        shape = (call.plan.num_tokens, self.k)
+        values_TK = head.tokens.new_empty(shape, head.statistics_dtype).fill_(-torch.inf)
+        classes_TK = head.tokens.new_empty(shape, torch.int64).fill_(NO_CLASS)
+        head = replace(head, kernels=_Largest(call.kernels, values_TK, classes_TK))
+        stats, _ = chunks.forward(head, with_weighted_sum=False, keep=False)
+        stats = StatisticsExchange(stats, call.parallel).wait()
+        if call.parallel.size > 1:
+            values_RTK = call.parallel.gather_statistics(values_TK).wait()
+            classes_RTK = call.parallel.gather_statistics(classes_TK + call.parallel.rank * call.rows_per_rank).wait()
+            values_TK, classes_TK = first_k(_beside(values_RTK), _beside(classes_RTK), self.k)
+        log_sum_T = stats.sum_exp_T.log()
+        logprobs_TK = values_TK - stats.max_T[:, None] - log_sum_T[:, None]
+        return Computed((logprobs_TK, classes_TK, stats.max_T + log_sum_T), ())
+
+    def like(self, operands, wide: torch.dtype) -> Computed:
+        target_T = operands[3]
+        shape_TK = (target_T.shape[0], self.k)
+        values_TK, classes_TK = target_T.new_empty(shape_TK, dtype=wide), target_T.new_empty(shape_TK)
+        return Computed((values_TK, classes_TK, torch.empty_like(target_T, dtype=wide)), ())
+
+
+_TOP_K = Operators("top_k", _LargestPerToken)
 
 
 @torch.no_grad()
@@ -81,31 +127,15 @@ def linear_top_k(
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(built.tp_group, built.sequence_parallel)
     target = no_target(hidden, parallel)
+    k = constants({"k": k})["k"]
     with ranks_agree(parallel, built, {"hidden": hidden, "weight": weight, "target": target, "bias": bias, "k": k}):
         checks.check_inputs(hidden, weight, target, bias, None, None, built, parallel)
         _check_k(k, built.vocab_size or weight.shape[0] * parallel.size)
-    target_T = target.view(-1)
-    num_tokens = target_T.shape[0]
-    call = prepare_call(
-        hidden, weight, bias, False, num_tokens, built, parallel, None, None, outputs=frozenset({"top_k"})
-    )  # fmt: skip
-    with torch.autocast(hidden.device.type, enabled=False):
-        head = head_of(hidden, weight, bias, None, target_T, call)
-        values_TK = head.tokens.new_empty((num_tokens, k), head.statistics_dtype).fill_(-torch.inf)
-        classes_TK = head.tokens.new_empty((num_tokens, k), torch.int64).fill_(NO_CLASS)
-        head = replace(head, kernels=_Largest(call.kernels, values_TK, classes_TK))
-        stats, _ = chunks.forward(head, with_weighted_sum=False, keep=False)
-        stats = StatisticsExchange(stats, parallel).wait()
-        if parallel.size > 1:
-            values_RTK = parallel.gather_statistics(values_TK).wait()
-            classes_RTK = parallel.gather_statistics(classes_TK + parallel.rank * call.rows_per_rank).wait()
-            values_TK, classes_TK = first_k(_beside(values_RTK), _beside(classes_RTK), k)
-        log_sum_T = stats.sum_exp_T.log()
-        logprobs_TK = values_TK - stats.max_T[:, None] - log_sum_T[:, None]
+    logprobs_TK, ids_TK, log_sum_exp_T = per_token(
+        _TOP_K, {"k": k}, (hidden, weight, bias, target.view(-1)), built, parallel
+    )
     shape = target.shape
-    return TopK(
-        logprobs_TK.view(*shape, k), classes_TK.view(*shape, k), (stats.max_T + log_sum_T).view(shape)
-    )  # fmt: skip
+    return TopK(logprobs_TK.view(*shape, k), ids_TK.view(*shape, k), log_sum_exp_T.view(shape))
 
 
 def _beside(value_RTK: torch.Tensor) -> torch.Tensor:
@@ -115,8 +145,7 @@ def _beside(value_RTK: torch.Tensor) -> torch.Tensor:
 
 def no_target(hidden: torch.Tensor, parallel: VocabParallel) -> torch.Tensor:
     """Labels -1 of hidden's gathered leading shape: checks and chunk loop want some, and -1 is no class."""
-    if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
-        raise TypeError(f"hidden must be a tensor [..., H] of at least two dimensions, got {hidden!r:.80}")
+    checks.check_hidden(hidden)
     first, *rest = hidden.shape[:-1]
     size = parallel.size if parallel.sequence_parallel else 1
     return torch.full((first * size, *rest), -1, device=hidden.device)

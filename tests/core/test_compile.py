@@ -136,7 +136,7 @@ def test_an_adapter():
 def test_backward_twice(budget):
     """Kept logits are an output of the operator: a first backward leaves them as they are."""
     inputs = tokens_of(30)
-    saved = torch.ops.loongforge.losses(
+    saved = torch.ops.loongforge.loss(
         *inputs.tensors, inputs.target, None, None, *_settings(LossOptions()), VOCAB if budget == "all" else 0
     )
     before = saved[3].clone()
@@ -147,7 +147,7 @@ def test_backward_twice(budget):
 
 def _settings(options, dtype=torch.float32):
     values = vars(options)
-    return operators._encoded(tuple(values), tuple(values.values())), dtype
+    return operators.encoded((), (), tuple(values), tuple(values.values())), dtype
 
 
 @pytest.mark.parametrize("kept_rows", (0, VOCAB))
@@ -155,9 +155,9 @@ def test_operators_hold_what_torch_asks_of_them(kept_rows):
     inputs = tokens_of(12)
     settings = _settings(LossOptions(softcap=5.0))
     arguments = (*inputs.tensors, inputs.target, None, None, *settings, kept_rows)
-    torch.library.opcheck(torch.ops.loongforge.losses.default, arguments)
+    torch.library.opcheck(torch.ops.loongforge.loss.default, arguments)
     detached = [t.detach() for t in inputs.tensors]
-    loss, max_T, sum_exp_T, kept = (t.detach() for t in torch.ops.loongforge.losses(*arguments))
+    loss, max_T, sum_exp_T, kept = (t.detach() for t in torch.ops.loongforge.loss(*arguments))
     for needs in ([True, True, True], [False, True, False]):
         torch.library.opcheck(
             torch.ops.loongforge.loss_gradients.default,

@@ -205,7 +205,9 @@ def ranks_that_differ_are_named(world):
     teacher = shard_of_teacher(world, case.head, False)
     if world.rank == 1:
         teacher = replace(teacher, hidden=teacher.hidden[:, :5], weight=teacher.weight[:, :5])
-    with pytest.raises(ValueError, match=r"teacher must be equal on all ranks of tp_group, but rank 0 has \[24, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"teacher.hidden must be equal on all ranks of tp_group, but rank 0 has \[24, 12\]"
+    ):
         linear_distillation(local.hidden, local.weight, teacher, **group_of(world, False))
 
 
@@ -220,15 +222,15 @@ def what_is_asked_for_must_be_the_same_on_all_ranks(world):
     ignored = torch.arange(TOKENS) != 3 + odd
     low_rank, up = torch.ones(TOKENS, 1, dtype=torch.float64), torch.ones(len(local.weight), 1, dtype=torch.float64)
     for name, run in {
-        "outputs": lambda group: linear_logprobs(*arguments, local.target, entropy=odd, tp_group=group),
+        "entropy": lambda group: linear_logprobs(*arguments, local.target, entropy=odd, tp_group=group),
         "k": lambda group: linear_top_k(*arguments, 2 + odd, tp_group=group),
         "divergence": lambda group: linear_distillation(
             *arguments, head, divergence="reverse" if odd else "forward", tp_group=group
         ),
-        "teacher": lambda group: linear_distillation(
+        "teacher.rest": lambda group: linear_distillation(
             *arguments, replace(known, rest="renormalize" if odd else "bucket"), tp_group=group
         ),
-        "teacher, scaled": lambda group: linear_distillation(
+        "teacher.logit_scale": lambda group: linear_distillation(
             *arguments, replace(head, logit_scale=1.0 + odd), tp_group=group
         ),
         "the checksum of token_weight": lambda group: linear_cross_entropy(
@@ -239,7 +241,7 @@ def what_is_asked_for_must_be_the_same_on_all_ranks(world):
             adapter=(low_rank.clone().requires_grad_(odd), up), tp_group=group,
         ),
     }.items():  # fmt: skip
-        with pytest.raises(ValueError, match=f"{name.partition(',')[0]} must be equal on all ranks of tp_group"):
+        with pytest.raises(ValueError, match=f"{name} must be equal on all ranks of tp_group"):
             run(dist.new_group())
 
 

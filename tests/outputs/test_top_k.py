@@ -102,7 +102,7 @@ def test_bad_input(k, options, error, message):
     inputs = make_case(torch.float32).inputs
     with pytest.raises(error, match=message):
         linear_top_k(inputs.hidden, inputs.weight, k, **options)
-    with pytest.raises(TypeError, match="hidden must be a tensor"):
+    with pytest.raises(TypeError, match="hidden must be a torch.Tensor, got list"):
         linear_top_k([1.0], inputs.weight, 3)
 
 
