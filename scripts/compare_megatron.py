@@ -1,10 +1,13 @@
 """Train the same GPT with Megatron's own ``pretrain()`` unfused, natively fused and with loongforge, and compare.
 
-    python scripts/compare_megatron.py --output-dir runs/compare
+    python scripts/compare_megatron.py --output-dir runs/compare --time-limit 540
 
-Each row is one process: loss and gradient norm of every step, tokens per second (median of the second half of the
-steps) and the peak of allocated memory.  The table comes last, and beside it ``compare.json``.  Rows whose
-requirements are missing say so.  Exit status 1 where a loss is further from the unfused one than --tolerance.
+Each row is one process: loss and gradient norm of every step, the peak of allocated memory, and tokens per second.  As
+many rows as fit into the device's memory start together and train together; the last --timed-steps of each run while
+the others wait, and only they count for tokens per second.  A row that runs out of memory beside others runs again
+alone.  Written after every row: ``compare.json`` and the table, ``compare.md``; the logs are in ``logs.tar.gz``.  Rows
+whose requirements are missing say so, and so do those that --time-limit left no time for.  Exit status 1 where a row
+failed or a loss is further from the unfused one than --tolerance.
 
 Flags after ``--`` go to Megatron, such as ``-- --recompute-granularity selective --mtp-num-layers 1``.
 """
@@ -17,22 +20,35 @@ import os
 import re
 import socket
 import statistics
-import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+from side_by_side import Ended, Job, pack, run_together, stop_on_sigterm, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
 LINEAR = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 KEEP_ALL = (*LINEAR, "--lce-logits-budget-mb", "all")
 LOSSES = {"unfused": (), "native": NATIVE, "linear": LINEAR, "linear, all kept": KEEP_ALL}
+LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion")
+TRANSFORMER_ENGINE = ("--transformer-impl", "transformer_engine")
+GRAPH = (*TRANSFORMER_ENGINE, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad")
 FP8_RECIPES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Recipe of Transformer Engine -> compute capability that it needs."""
 STEP = re.compile(
     r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: ([\d.]+|nan|inf)"
 )
+NOT_RUN = "not run: "
+LEAST = 10.0
+"""Seconds without which no row is started."""
+HEADER = """\
+| row | first loss | last loss | largest loss difference | largest gradient norm difference | tokens/s | peak GiB |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
 
 
 @dataclass(frozen=True)
@@ -56,30 +72,42 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
+    alone_from: int = 0
+    """First step that no other row ran beside; 0 where there was none."""
     peak_bytes: int = 0
     fused_losses: int = 0
+    seconds: float = 0.0
+    """From the start of the process to its end, waiting included."""
     error: str = ""
+    log_tail: list[str] = field(default_factory=list)
+    """Last lines of the log of a row that failed."""
 
 
-def rows(specs: list[str], fp8_recipes: list[str], fp8_format: str, losses: list[str]) -> list[Row]:
+# ---------------------------------------------------------------- what to run
+
+
+def rows(arguments: argparse.Namespace) -> list[Row]:
     """Every combination that was asked for; unfused first, for the others are compared with it."""
-    chosen = {name: flags for name, flags in LOSSES.items() if name in losses or name == "unfused"}
-    missing_te = "" if find_spec("transformer_engine") else "not run: transformer-engine absent"
+    chosen = {name: flags for name, flags in LOSSES.items() if name in arguments.rows or name == "unfused"}
+    pair = {name: flags for name, flags in chosen.items() if name in ("unfused", "linear")}
+    missing_te = "" if find_spec("transformer_engine") else f"{NOT_RUN}transformer-engine absent"
     made = []
-    if "local" in specs:
-        flags = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion")
-        made += [Row(f"local, {name}", "local, unfused", (*flags, *loss)) for name, loss in chosen.items()]
-    if "te" in specs:
-        flags = ("--transformer-impl", "transformer_engine")
-        made += [Row(f"te, {name}", "te, unfused", (*flags, *loss), missing_te) for name, loss in chosen.items()]
-    for recipe in fp8_recipes:
-        flags = ("--transformer-impl", "transformer_engine", "--fp8-format", fp8_format, "--fp8-recipe", recipe)
+    if "local" in arguments.specs:
+        made += _rows("local", LOCAL, chosen)
+    if "te" in arguments.specs:
+        made += _rows("te", TRANSFORMER_ENGINE, chosen, missing_te)
+    for recipe in arguments.fp8_recipes:
+        flags = (*TRANSFORMER_ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe)
         if recipe == "delayed":
             flags += ("--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max")
-        for name in ("unfused", "linear"):
-            missing = missing_te or _missing_capability(recipe)
-            made.append(Row(f"te {recipe} fp8, {name}", f"te {recipe} fp8, unfused", (*flags, *LOSSES[name]), missing))
+        made += _rows(f"te {recipe} fp8", flags, pair, missing_te or _missing_capability(recipe))
+    if arguments.graph:
+        made += _rows("te graph", GRAPH, pair, missing_te or ("" if _on_gpu() else f"{NOT_RUN}needs a GPU"))
     return made
+
+
+def _rows(layers: str, flags: tuple[str, ...], losses: dict[str, tuple[str, ...]], missing: str = "") -> list[Row]:
+    return [Row(f"{layers}, {name}", f"{layers}, unfused", (*flags, *loss), missing) for name, loss in losses.items()]
 
 
 def _missing_capability(recipe: str) -> str:
@@ -87,7 +115,7 @@ def _missing_capability(recipe: str) -> str:
 
     have = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     need = FP8_RECIPES[recipe]
-    return "" if have >= need else f"not run: needs compute capability {need[0]}.{need[1]}, this is {have[0]}.{have[1]}"
+    return "" if have >= need else f"{NOT_RUN}needs compute capability {need[0]}.{need[1]}, this is {have[0]}.{have[1]}"
 
 
 def megatron_flags(arguments: argparse.Namespace) -> list[str]:
@@ -127,32 +155,104 @@ def megatron_flags(arguments: argparse.Namespace) -> list[str]:
     return flags + arguments.megatron
 
 
-def run(row: Row, arguments: argparse.Namespace) -> Outcome:
-    """Start one row and read what Megatron logs."""
-    outcome = Outcome(row.name, row.base)
-    if row.missing:
-        outcome.error = row.missing
-        return outcome
-    command = [sys.executable, "-W", "ignore", "-m", "loongforge.megatron.launch", arguments.script]
-    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {
-        **os.environ, **single, "MASTER_PORT": str(_free_port()), "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }  # fmt: skip
-    log = arguments.output_dir / f"{re.sub('[^a-z0-9]+', '_', row.name)}.log"
-    with log.open("w") as output:
-        status = subprocess.run(
-            [*command, *megatron_flags(arguments), *row.flags],
-            env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False,
-        ).returncode  # fmt: skip
-    text = log.read_text(errors="replace")
-    read_log(text, outcome)
-    if status or len(outcome.losses) != arguments.train_iters:
-        tail = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
-        outcome.error = f"failed (status {status}), see {log}: {tail[-1].strip() if tail else 'no output'}"
+def rows_at_a_time(arguments: argparse.Namespace) -> int:
+    """--jobs, or what the device's free memory holds by a generous estimate of an unfused bf16 row."""
+    if arguments.jobs or not _on_gpu():
+        return arguments.jobs or 1
+    import torch
+
+    hidden, layers, vocabulary = arguments.hidden_size, arguments.num_layers, arguments.vocab_size
+    tokens = arguments.seq_length * arguments.micro_batch_size
+    parameters = 2 * vocabulary * hidden + layers * 13 * hidden * hidden
+    need = 18 * parameters + tokens * (12 * vocabulary + 40 * layers * hidden) + (3 << 30)
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(free // need, (os.cpu_count() or 1) // 2))
+
+
+# ---------------------------------------------------------------- running it
+
+
+class Comparison:
+    """Runs the rows and keeps the results written."""
+
+    def __init__(self, arguments: argparse.Namespace, logs: Path) -> None:
+        self.arguments, self.logs = arguments, logs
+        self.deadline = time.monotonic() + arguments.time_limit
+        self.rows = rows(arguments)
+        self.outcomes = {row.name: Outcome(row.name, row.base, error=row.missing) for row in self.rows}
+        self.longest = 0.0
+        """Seconds of the longest wave so far: the next one will hardly take less."""
+
+    def run(self) -> None:
+        """All rows, as many at a time as fit, and once more alone those that ran out of memory beside others."""
+        at_a_time = rows_at_a_time(self.arguments)
+        print(f"up to {at_a_time} rows at a time", flush=True)
+        todo = [row for row in self.rows if not row.missing]
+        for number in range(0, len(todo), at_a_time):
+            self.wave(todo[number : number + at_a_time])
+        if at_a_time > 1:
+            for row in todo:
+                if "out of memory" in self.outcomes[row.name].error.lower():
+                    self.wave([row])
+        self.write()
+
+    def wave(self, together: list[Row]) -> None:
+        """Rows that run beside each other; none of them where the time left is too short for it."""
+        left = self.deadline - time.monotonic()
+        if left < max(LEAST, self.longest / 2):
+            for row in together:
+                outcome = self.outcomes[row.name]
+                outcome.error = outcome.error or f"{NOT_RUN}--time-limit {self.arguments.time_limit} left {left:.0f} s"
+            return
+        started = time.monotonic()
+        jobs = {self.job(row): row for row in together}
+        until = min(self.deadline, started + self.arguments.timeout)
+        run_together(list(jobs), until, lambda ended: self.ended(jobs[ended.job], ended))
+        self.longest = max(self.longest, time.monotonic() - started)
+
+    def job(self, row: Row) -> Job:
+        """The process of one row."""
+        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment = {
+            **os.environ, **single, "MASTER_PORT": str(_free_port()), "PYTHONPATH": os.pathsep.join(paths),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TIMED_STEPS": str(self.arguments.timed_steps),
+            "PYTHONUNBUFFERED": "1",  # a stopped row keeps its log
+        }  # fmt: skip
+        command = [sys.executable, "-W", "ignore", "-m", "loongforge.megatron.launch", self.arguments.script]
+        log = self.logs / f"{re.sub('[^a-z0-9]+', '_', row.name)}.log"
+        return Job(row.name, [*command, *megatron_flags(self.arguments), *row.flags], log, environment)
+
+    def ended(self, row: Row, ended: Ended) -> None:
+        """Read what one row printed and write all results down."""
+        outcome = self.outcomes[row.name] = judge(row, ended, self.arguments.train_iters)
+        print(f"{row.name}: {outcome.error or 'done'}, {outcome.seconds:.0f} s", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """JSON, table and logs as they stand."""
+        folder, outcomes = self.arguments.output_dir, list(self.outcomes.values())
+        settings = {name: str(value) for name, value in vars(self.arguments).items()}
+        content = {"settings": settings, "rows": [asdict(outcome) for outcome in outcomes]}
+        write_whole(folder / "compare.json", json.dumps(content, indent=1) + "\n")
+        write_whole(folder / "compare.md", table(outcomes, self.arguments))
+        pack(self.logs, folder / "logs.tar.gz")
+
+
+def judge(row: Row, ended: Ended, train_iters: int) -> Outcome:
+    """What one run printed, and whether it did what it was to do."""
+    outcome = Outcome(row.name, row.base, seconds=ended.seconds)
+    read_log(ended.text, outcome)
+    if ended.status is None:
+        outcome.error = f"stopped at the time limit after {len(outcome.losses)} of {train_iters} steps"
+    elif ended.status or len(outcome.losses) != train_iters:
+        lines = ended.text.splitlines() or ["no output"]
+        reason = ([line for line in lines if "Error" in line] or lines)[-1].strip()
+        outcome.error = f"failed (status {ended.status}): {reason.replace('|', '/')}"
     elif "linear" in row.flags and not outcome.fused_losses:
-        outcome.error = f"nothing was fused, see {log}"
+        outcome.error = "nothing was fused"
+    if outcome.error:
+        outcome.log_tail = ended.text.splitlines()[-40:]
     return outcome
 
 
@@ -162,10 +262,17 @@ def read_log(text: str, outcome: Outcome) -> None:
         outcome.milliseconds.append(float(milliseconds))
         outcome.losses.append(float(loss))
         outcome.grad_norms.append(float(grad_norm))
-    peak = re.search(r"PEAK MEMORY BYTES (\d+)", text)
-    outcome.peak_bytes = int(peak.group(1)) if peak else 0
-    fused = re.search(r"loongforge: (\d+) fused losses", text)
-    outcome.fused_losses = int(fused.group(1)) if fused else 0
+    outcome.peak_bytes = _number(r"PEAK MEMORY BYTES (\d+)", text)
+    outcome.fused_losses = _number(r"loongforge: (\d+) fused losses", text)
+    outcome.alone_from = _number(r"ALONE FROM STEP (\d+)", text)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    return int(found.group(1)) if found else 0
+
+
+# ---------------------------------------------------------------- judging it
 
 
 def largest_difference(values: list[float], expected: list[float]) -> float:
@@ -174,31 +281,31 @@ def largest_difference(values: list[float], expected: list[float]) -> float:
     return float("nan") if any(d != d for d in differences) else max(differences)
 
 
-def table(outcomes: list[Outcome], tokens_per_step: int) -> str:
+def tokens_per_second(outcome: Outcome, tokens_per_step: int) -> float | None:
+    """From the median step among those that ran alone; the first of them waited for its turn."""
+    alone = outcome.milliseconds[outcome.alone_from :] if outcome.alone_from else []
+    return tokens_per_step / statistics.median(alone) * 1e3 if alone else None
+
+
+def table(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     """Markdown."""
-    lines = [
-        "| row | first loss | last loss | largest loss difference | largest gradient norm difference | tokens/s | "
-        "peak GiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    by_name = {outcome.name: outcome for outcome in outcomes}
+    tokens_per_step = (arguments.global_batch_size or arguments.micro_batch_size) * arguments.seq_length
+    lines, by_name = [], {outcome.name: outcome for outcome in outcomes}
     for outcome in outcomes:
-        if outcome.error:
-            lines.append(f"| {outcome.name} | {outcome.error} | | | | | |")
+        if outcome.error or not outcome.losses:
+            lines.append(f"| {outcome.name} | {outcome.error or f'{NOT_RUN}not yet'} | | | | | |\n")
             continue
         base = by_name[outcome.base]
-        differences = ["", ""]
-        if base is not outcome and not base.error:
-            differences = [
-                f"{largest_difference(outcome.losses, base.losses):.1e}",
-                f"{largest_difference(outcome.grad_norms, base.grad_norms):.1e}",
-            ]
-        half = outcome.milliseconds[len(outcome.milliseconds) // 2 :]
-        speed = tokens_per_step / statistics.median(half) * 1e3
-        peak = f"{outcome.peak_bytes / 2**30:.1f}" if outcome.peak_bytes else "unknown"
-        losses = f"{outcome.losses[0]:.6f} | {outcome.losses[-1]:.6f}"
-        lines.append(f"| {outcome.name} | {losses} | {differences[0]} | {differences[1]} | {speed:.0f} | {peak} |")
-    return "\n".join(lines)
+        cells = [f"{outcome.losses[0]:.6f}", f"{outcome.losses[-1]:.6f}", "", ""]
+        if base is not outcome and base.losses and not base.error:
+            cells[2] = f"{largest_difference(outcome.losses, base.losses):.1e}"
+            cells[3] = f"{largest_difference(outcome.grad_norms, base.grad_norms):.1e}"
+        speed = tokens_per_second(outcome, tokens_per_step)
+        cells.append("not timed" if speed is None else f"{speed:.0f}")
+        cells.append(f"{outcome.peak_bytes / 2**30:.1f}" if outcome.peak_bytes else "unknown")
+        lines.append(f"| {outcome.name} | {' | '.join(cells)} |\n")
+    steps = f"{arguments.train_iters} steps; tokens/s: median of the last {arguments.timed_steps - 1}, run alone\n"
+    return f"{HEADER}{''.join(lines)}\n{steps}"
 
 
 def wrong_rows(outcomes: list[Outcome], tolerance: float) -> list[str]:
@@ -208,7 +315,7 @@ def wrong_rows(outcomes: list[Outcome], tolerance: float) -> list[str]:
     for outcome in outcomes:
         base = by_name[outcome.base]
         if outcome.error:
-            wrong += [] if outcome.error.startswith("not run") else [outcome.name]
+            wrong += [] if outcome.error.startswith(NOT_RUN) else [outcome.name]
         elif not base.error and not largest_difference(outcome.losses, base.losses) <= tolerance:
             wrong.append(outcome.name)
     return wrong
@@ -231,36 +338,39 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     argv = sys.argv[1:] if argv is None else argv
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, help="folder for logs and compare.json")
+    parser.add_argument("--output-dir", type=Path, required=True, help="folder for table, JSON and logs")
     parser.add_argument("--script", default=str(ROOT / "scripts" / "pretrain_gpt.py"), help="Megatron script to run")
     parser.add_argument("--specs", nargs="*", default=["local", "te"], choices=("local", "te"))
     parser.add_argument("--rows", nargs="*", default=list(LOSSES), choices=tuple(LOSSES), help="(default all)")
     parser.add_argument("--fp8-recipes", nargs="*", default=[], choices=tuple(FP8_RECIPES))
     parser.add_argument("--fp8-format", default="hybrid", choices=("hybrid", "e4m3"))
-    for name, default in (
-        ("num-layers", 12), ("hidden-size", 2048), ("seq-length", 2048), ("vocab-size", 128256),
-        ("micro-batch-size", 4), ("global-batch-size", 0), ("train-iters", 50), ("timeout", 300),
+    parser.add_argument("--graph", action="store_true", help="rows with a CUDA graph of the full iteration")
+    for name, default, meaning in (
+        ("num-layers", 4, ""), ("hidden-size", 2048, ""), ("seq-length", 2048, ""), ("vocab-size", 128256, ""),
+        ("micro-batch-size", 2, ""), ("global-batch-size", 0, ""), ("train-iters", 50, ""),
+        ("timed-steps", 12, "last steps of each row, run alone, "),
+        ("jobs", 0, "rows at a time; 0: what the device's memory holds, 1 without a GPU "),
+        ("timeout", 300, "seconds for a row "), ("time-limit", 86400, "seconds for everything "),
     ):  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"(default {default})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}(default {default})")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="largest relative loss difference (default 0.02)")
     arguments = parser.parse_args(argv[:cut])
+    if not 2 <= arguments.timed_steps <= arguments.train_iters:
+        parser.error("--timed-steps must be from 2 to --train-iters: the first of them waits for its turn")
     arguments.megatron = argv[cut + 1 :]
     return arguments
 
 
 def main() -> int:
-    """Run, write ``compare.json``, print the table."""
+    """Run all rows and print the table."""
     arguments = parse()
+    stop_on_sigterm()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    outcomes = []
-    for row in rows(arguments.specs, arguments.fp8_recipes, arguments.fp8_format, arguments.rows):
-        outcomes.append(run(row, arguments))
-        print(f"{row.name}: {outcomes[-1].error or 'done'}", flush=True)
-        settings = {name: str(value) for name, value in vars(arguments).items()}
-        content = {"settings": settings, "rows": [asdict(outcome) for outcome in outcomes]}
-        (arguments.output_dir / "compare.json").write_text(json.dumps(content, indent=1) + "\n")
-    batch = arguments.global_batch_size or arguments.micro_batch_size
-    print(table(outcomes, batch * arguments.seq_length))
+    with tempfile.TemporaryDirectory() as logs:
+        comparison = Comparison(arguments, Path(logs))
+        comparison.run()
+    outcomes = list(comparison.outcomes.values())
+    print(table(outcomes, arguments))
     wrong = wrong_rows(outcomes, arguments.tolerance)
     if wrong:
         print(f"FAILED: {'; '.join(wrong)}")

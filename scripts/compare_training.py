@@ -5,9 +5,10 @@
 
 The text is the documentation inside Python packages that are installed wherever torch is: every docstring of the
 standard library, torch, numpy, sympy and networkx.  A BPE vocabulary is trained on it, then ``loongforge train``'s own
-loop trains each seed twice.  Written: ``training.json`` (every loss), ``training.png`` (needs matplotlib; draw it
-elsewhere with --redraw) and a table.  Exit status 1 where the mean final validation loss of the fused runs is further
-from the plain ones' than --sigmas standard deviations between seeds.
+loop trains each seed twice.  Written after every run: ``training.json`` (every loss) and ``logs.tar.gz``; in the end
+``training.png`` (needs matplotlib; draw it elsewhere with --redraw) and a table of the seeds that are complete.  Exit
+status 1 where a run failed or was stopped by --time-limit, or the mean final validation loss of the fused runs is
+further from the plain ones' than --sigmas standard deviations between seeds.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import ast
 import json
 import os
 import statistics
-import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+
+from side_by_side import Ended, Job, pack, run_together, stop_on_sigterm, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -96,8 +99,8 @@ def configuration(arguments: argparse.Namespace, variant: str, seed: int):
         ),
         output_layer=OutputLayerConfig(cross_entropy_loss_fusion=variant == "fused"),
         data=DataConfig(
-            data_path=[str(arguments.output_dir / "data" / "docs")], split="95,5,0",
-            data_cache_path=str(arguments.output_dir / "data" / f"{variant}-{seed}"),
+            data_path=[str(arguments.work_dir / "data" / "docs")], split="95,5,0",
+            data_cache_path=str(arguments.work_dir / "data" / f"{variant}-{seed}"),
         ),
     )  # fmt: skip
 
@@ -127,30 +130,49 @@ def train_one(arguments: argparse.Namespace, variant: str, seed: int) -> None:
 
     if bool(counters.fused) != (variant == "fused"):
         raise RuntimeError(f"{variant} run computed {counters.fused} fused losses")
-    torch.save(parameters, arguments.output_dir / f"{variant}-{seed}.pt")
+    torch.save(parameters, arguments.work_dir / f"{variant}-{seed}.pt")
     result = {
         "variant": variant, "seed": seed, "parameters": parameters.numel(), "vocab_size": run.vocab_size,
         "losses": losses, "validation": validation, "seconds": seconds, "fused_losses": counters.fused,
     }  # fmt: skip
-    (arguments.output_dir / f"{variant}-{seed}.json").write_text(json.dumps(result) + "\n")
+    write_whole(arguments.work_dir / f"{variant}-{seed}.json", json.dumps(result))
 
 
-def start(arguments: argparse.Namespace, variant: str, seed: int) -> dict:
-    """One run in a process of its own."""
-    log = arguments.output_dir / f"{variant}-{seed}.log"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def train_all(arguments: argparse.Namespace, content: dict) -> list[str]:
+    """Every run in a process of its own, --jobs at a time; adds to ``content`` and returns what is missing.
+
+    Runs of a seed stand beside each other: where the time ends, the seeds before are complete.
+    """
+    combinations = [(variant, seed) for seed in arguments.seeds for variant in VARIANTS]
+    deadline = arguments.started + arguments.time_limit - 10  # for what comes after
+    missing: list[str] = []
+    for number in range(0, len(combinations), arguments.jobs):
+        together = {job(arguments, *pair): pair for pair in combinations[number : number + arguments.jobs]}
+
+        def ended(run: Ended, together: dict = together) -> None:
+            variant, seed = together[run.job]
+            if run.status == 0:
+                result = json.loads((arguments.work_dir / f"{variant}-{seed}.json").read_text())
+                content["runs"].append(result)
+                outcome = f"last loss {result['losses'][-1]:.4f}, {result['seconds']:.0f} s"
+            else:
+                reason = (run.text.splitlines() or ["no output"])[-1]
+                outcome = "stopped by --time-limit" if run.status is None else f"failed (status {run.status}): {reason}"
+                missing.append(f"{run.job.name}: {outcome}")
+            print(f"{run.job.name}: {outcome}", flush=True)
+            write_whole(arguments.output_dir / "training.json", json.dumps(content) + "\n")
+            pack(arguments.work_dir, arguments.output_dir / "logs.tar.gz")
+
+        run_together(list(together), min(deadline, time.monotonic() + arguments.timeout), ended)
+    return missing
+
+
+def job(arguments: argparse.Namespace, variant: str, seed: int) -> Job:
+    """The process of one run."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), *sys.argv[1:]]
-    with log.open("w") as output:
-        status = subprocess.run(
-            [*command, "--only", variant, str(seed)], env=environment, stdout=output, stderr=subprocess.STDOUT,
-            timeout=arguments.timeout, check=False,
-        ).returncode  # fmt: skip
-    if status:
-        lines = log.read_text(errors="replace").splitlines() or ["no output"]
-        sys.exit(f"{variant} run with seed {seed} failed (status {status}), see {log}: {lines[-1]}")
-    result = json.loads((arguments.output_dir / f"{variant}-{seed}.json").read_text())
-    print(f"{variant} seed {seed}: last loss {result['losses'][-1]:.4f}, {result['seconds']:.0f} s", flush=True)
-    return result
+    command += ["--only", variant, str(seed), "--work-dir", str(arguments.work_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return Job(f"{variant} seed {seed}", command, arguments.work_dir / f"{variant}-{seed}.log", environment)
 
 
 # ---------------------------------------------------------------- comparison
@@ -169,16 +191,24 @@ def cosines(folder: Path, seeds: list[int]) -> dict[str, float]:
         a, b = (torch.load(folder / f"{name}.pt").double() for name in (first, second))
         return float(a @ b / (a.norm() * b.norm()))
 
+    if not seeds:
+        return {}
     between = {f"seed {seed}": cosine(f"fused-{seed}", f"unfused-{seed}") for seed in seeds}
     for seed in seeds[1:]:
         between[f"unfused, seeds {seeds[0]} and {seed}"] = cosine(f"unfused-{seeds[0]}", f"unfused-{seed}")
     return between
 
 
+def complete_seeds(content: dict) -> list[int]:
+    """Seeds that ran fused and unfused."""
+    runs = {(result["variant"], result["seed"]) for result in content["runs"]}
+    return sorted({seed for _, seed in runs if all((variant, seed) in runs for variant in VARIANTS)})
+
+
 def report(content: dict, sigmas: float) -> bool:
     """Print the tables; whether the means agree within the seeds' noise."""
     runs = {(result["variant"], result["seed"]): result for result in content["runs"]}
-    seeds = sorted({seed for _, seed in runs})
+    seeds = complete_seeds(content)
     print("| seed | final validation loss, fused | unfused | difference | cosine of all parameters |")
     print("| --- | --- | --- | --- | --- |")
     finals = {variant: [final_validation(runs[variant, seed]) for seed in seeds] for variant in VARIANTS}
@@ -205,7 +235,7 @@ def draw(content: dict, path: Path) -> None:
     FigureCanvasAgg(figure)
     curves, differences = figure.subplots(1, 2)
     runs = {(result["variant"], result["seed"]): result for result in content["runs"]}
-    seeds = sorted({seed for _, seed in runs})
+    seeds = complete_seeds(content)
     for number, seed in enumerate(seeds):
         for variant, style in zip(VARIANTS, ("-", "--"), strict=True):
             validation = runs[variant, seed]["validation"]
@@ -235,46 +265,67 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--redraw", action="store_true", help="only the picture and the table of an earlier run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=3, help="runs at a time, all on the same device (default 3)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, all on the same device (default 2)")
     parser.add_argument("--fp32", action="store_true", help="train in fp32 instead of bf16")
     parser.add_argument("--sigmas", type=float, default=2.0, help="allowed difference of the means (default 2)")
     for name, default in (
         ("num-layers", 4), ("hidden-size", 384), ("seq-length", 256), ("vocab-size", 32768), ("batch-size", 32),
-        ("train-iters", 1200), ("eval-interval", 100), ("timeout", 900), ("max-files", 1 << 20),
+        ("train-iters", 1200), ("eval-interval", 100), ("timeout", 900), ("max-files", 1 << 20), ("time-limit", 86400),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default {default})")
     parser.add_argument("--only", nargs=2, metavar=("VARIANT", "SEED"), help="one run, in this process")
+    parser.add_argument("--work-dir", type=Path, help="text, parameters and logs (default: a temporary folder)")
     return parser.parse_args(argv)
+
+
+def prepare_text(arguments: argparse.Namespace) -> dict:
+    """Text, vocabulary and tokens in the work folder; their numbers."""
+    from loongforge.train.preprocess import preprocess
+
+    (arguments.work_dir / "data").mkdir(parents=True, exist_ok=True)
+    text = arguments.work_dir / "docs.txt"
+    characters = write_text(text, arguments.max_files)
+    counts = preprocess([str(text)], str(arguments.work_dir / "data" / "docs"), "bpe", arguments.vocab_size)
+    print(f"{characters} characters, {counts.tokens} tokens, vocabulary {counts.vocab_size}", flush=True)
+    return vars(counts)
+
+
+def compare(arguments: argparse.Namespace) -> list[str]:
+    """All runs and ``training.json``; the runs that are missing."""
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.work_dir = arguments.work_dir or Path(folder)
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        content = {"settings": settings, "text": prepare_text(arguments), "cosines": {}, "runs": []}
+        missing = train_all(arguments, content)
+        content["cosines"] = cosines(arguments.work_dir, complete_seeds(content))
+    write_whole(arguments.output_dir / "training.json", json.dumps(content) + "\n")
+    return missing
 
 
 def main() -> int:
     """All runs, the JSON, the picture and the table."""
+    started = time.monotonic()
     arguments = parse()
     folder = arguments.output_dir
     if arguments.only:
         train_one(arguments, arguments.only[0], int(arguments.only[1]))
         return 0
-    if not arguments.redraw:
-        from loongforge.train.preprocess import preprocess
-
-        (folder / "data").mkdir(parents=True, exist_ok=True)
-        characters = write_text(folder / "docs.txt", arguments.max_files)
-        counts = preprocess([str(folder / "docs.txt")], str(folder / "data" / "docs"), "bpe", arguments.vocab_size)
-        print(f"{characters} characters, {counts.tokens} tokens, vocabulary {counts.vocab_size}", flush=True)
-        combinations = [(variant, seed) for seed in arguments.seeds for variant in VARIANTS]
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            runs = list(pool.map(lambda pair: start(arguments, *pair), combinations))
-        content = {
-            "settings": {name: str(value) for name, value in vars(arguments).items()},
-            "text": vars(counts), "cosines": cosines(folder, arguments.seeds), "runs": runs,
-        }  # fmt: skip
-        (folder / "training.json").write_text(json.dumps(content) + "\n")
+    stop_on_sigterm()
+    arguments.started = started
+    missing = [] if arguments.redraw else compare(arguments)
     content = json.loads((folder / "training.json").read_text())
+    if not complete_seeds(content):
+        print("no seed has both runs")
+        return 1
     try:
         draw(content, folder / "training.png")
     except ImportError:
         print("training.png not drawn: matplotlib is missing (pip install 'loongforge[plot]'); use --redraw elsewhere")
-    return 0 if report(content, arguments.sigmas) else 1
+    agree = report(content, arguments.sigmas)
+    if missing:
+        print(f"MISSING: {'; '.join(missing)}")
+    return 0 if agree and not missing else 1
 
 
 if __name__ == "__main__":

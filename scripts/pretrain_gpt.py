@@ -4,17 +4,20 @@
         --cross-entropy-fusion-impl linear --tokenizer-type NullTokenizer --vocab-size 32000 ...
 
 Every flag is Megatron's own.  The script knows nothing of loongforge except on a machine without CUDA, where it asks
-for the stand-ins.  After training it prints one line, ``PEAK MEMORY BYTES n``.
+for the stand-ins.  After training it prints one line, ``PEAK MEMORY BYTES n``.  With TIMED_STEPS=n in the environment
+its last n steps wait until no other process of its group runs (side_by_side.py).
 """
 
 import inspect
+import itertools
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 if not torch.cuda.is_available():
     from loongforge.megatron import cpu_training
@@ -23,7 +26,8 @@ if not torch.cuda.is_available():
 
 import megatron.core.datasets.utils  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
-from megatron.training import arguments, get_args, pretrain  # noqa: E402
+from megatron.training import arguments, get_args, pretrain, training  # noqa: E402
+from side_by_side import end_turn, wait_for_turn  # noqa: E402
 
 # Start-up runs make in a folder where the wheel ships the compiled helpers and no Makefile.
 megatron.core.datasets.utils.compile_helpers = lambda: None
@@ -109,8 +113,25 @@ def build_model(pre_process=True, post_process=True, vp_stage=None, config=None,
     )
 
 
+def time_last_steps_alone(count: int) -> None:
+    """Let the last ``count`` steps run while other processes of the group wait."""
+    original, numbers = training.train_step, itertools.count(1)
+
+    def train_step(*args, **kwargs):
+        number = next(numbers)
+        if number == get_args().train_iters - count + 1:
+            torch.cuda.synchronize()
+            wait_for_turn()
+            print(f"ALONE FROM STEP {number}", flush=True)
+        return original(*args, **kwargs)
+
+    training.train_step = train_step
+
+
 def main() -> None:
     """``pretrain()`` took the model as a function first, then a container of settings, then both in one."""
+    if "TIMED_STEPS" in os.environ:
+        time_last_steps_alone(int(os.environ["TIMED_STEPS"]))
     parameters = inspect.signature(pretrain).parameters
     if "cfg_container" not in parameters:  # 0.17
         pretrain(datasets, build_model, ModelType.encoder_or_decoder, forward_step)
@@ -124,6 +145,7 @@ def main() -> None:
         else:  # 0.18
             settings = argument_utils.pretrain_cfg_container_from_args(args)
             pretrain(settings, datasets, build_model, ModelType.encoder_or_decoder, forward_step)
+    end_turn()
     print(f"PEAK MEMORY BYTES {torch.cuda.max_memory_allocated()}", flush=True)
 
 

@@ -1,0 +1,115 @@
+"""Everything about Megatron that needs a GPU, in one call that keeps to a time limit.
+
+    python scripts/megatron_on_gpu.py --output-dir runs/megatron --time-limit 570
+
+    compare    fused against unfused: local and Transformer Engine layers, FP8, CUDA graphs (compare_megatron.py)
+    tests      the tests of the memory plan that need a GPU
+    training   a GPT on real text, three seeds, fused and unfused (compare_training.py)
+
+A stage gets what the limit leaves over when the stages after it have had what they need.  Written after each stage:
+``summary.md``; a table, a JSON and an archive of logs for either comparison, in folders of their own.
+Exit status 1 where a stage failed or had no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from side_by_side import Ended, Job, run_together, stop_on_sigterm, write_whole
+
+SCRIPTS = Path(__file__).resolve().parent
+ENDING = 15
+"""Seconds that a stage has to write down its results after its own limit."""
+COMPARE = ("--rows", "unfused", "linear", "linear, all kept", "--fp8-recipes", "delayed", "blockwise", "--graph")
+TESTS = (str(SCRIPTS.parent / "tests" / "planning" / "test_plan.py"), "-k", "this_gpu")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command; ``seconds`` is what it needs on an H200."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+    knows_limit: bool = True
+
+
+def stages(arguments: argparse.Namespace) -> list[Stage]:
+    """Those that were asked for, in order."""
+
+    def script(name: str, folder: str) -> tuple[str, ...]:
+        return (sys.executable, "-W", "ignore", str(SCRIPTS / name), "--output-dir", str(arguments.output_dir / folder))
+
+    known = (
+        Stage("compare", (*script("compare_megatron.py", "compare"), *COMPARE, *arguments.compare), 300),
+        Stage("tests", (sys.executable, "-m", "pytest", "-q", "-rs", "-o", "addopts=", *TESTS), 60, knows_limit=False),
+        Stage("training", (*script("compare_training.py", "training"), "--jobs", "6", *arguments.training), 150),
+    )
+    return [stage for stage in known if stage.name in arguments.stages]
+
+
+def run(stage: Stage, limit: float, logs: Path) -> Ended:
+    """Run one stage for at most ``limit`` seconds."""
+    command = [*stage.command, *(["--time-limit", str(int(limit - ENDING))] if stage.knows_limit else [])]
+    found: list[Ended] = []
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    job = Job(stage.name, command, logs / f"{stage.name}.log", environment)
+    run_together([job], time.monotonic() + limit, found.append, patience=ENDING)
+    return found[0]
+
+
+def summary(results: list[tuple[Stage, Ended | None]]) -> str:
+    """Markdown: how every stage ended, its command and the end of its output."""
+    parts = []
+    for stage, ended in results:
+        if ended is None:
+            parts.append(f"## {stage.name}: not run, the time limit left too little\n")
+            continue
+        outcome = "stopped at the time limit" if ended.status is None else f"exit status {ended.status}"
+        tail = "\n".join(ended.text.splitlines()[-60:])
+        command = " ".join(stage.command)
+        parts.append(f"## {stage.name}: {outcome}, {ended.seconds:.0f} s\n\n    {command}\n\n```text\n{tail}\n```\n")
+    return "\n".join(parts)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    names = ("compare", "tests", "training")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--time-limit", type=int, default=570, help="seconds for everything (default 570)")
+    parser.add_argument("--stages", nargs="+", default=names, choices=names, help="(default all)")
+    parser.add_argument("--compare", type=str.split, default=[], help="further flags of compare_megatron.py, in quotes")
+    parser.add_argument(
+        "--training", type=str.split, default=[], help="further flags of compare_training.py, in quotes"
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """All stages in turn."""
+    deadline = time.monotonic() + (arguments := parse()).time_limit
+    stop_on_sigterm()
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    todo = stages(arguments)
+    results: list[tuple[Stage, Ended | None]] = []
+    with tempfile.TemporaryDirectory() as logs:
+        for number, stage in enumerate(todo):
+            left = deadline - time.monotonic()
+            limit = max(left - sum(later.seconds for later in todo[number + 1 :]), min(left, stage.seconds)) - ENDING
+            ended = run(stage, limit, Path(logs)) if limit > 2 * ENDING else None
+            results.append((stage, ended))
+            print(f"{stage.name}: {'no time' if ended is None else ended.status}", flush=True)
+            write_whole(arguments.output_dir / "summary.md", summary(results))
+        print(summary(results))
+    return 0 if all(ended is not None and ended.status == 0 for _, ended in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
