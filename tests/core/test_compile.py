@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy, operators
+from loongforge import LinearCrossEntropy, LossOptions, cross_entropy, linear_cross_entropy, operators
 from loongforge import plan as planning
 from tests.helpers import make_inputs, oracle, relative, upstream
 
@@ -258,6 +258,37 @@ def test_function_transforms_are_refused_by_name():
     ):
         with pytest.raises(NotImplementedError, match=r"does not run inside torch.func transforms .*functional_call"):
             run()
+
+
+@pytest.mark.parametrize("options", ({}, {"compact_tokens": 25}, {"reduction": "sum", "logits_budget_mb": "all"}))
+def test_several_upstream_gradients_are_refused_by_name(options):
+    """``is_grads_batched`` is a vmap over backward, through every Function; a loop gives what it would."""
+    inputs, options = tokens_of(30), {"reduction": "none", **options}
+    logits = torch.randn(30, VOCAB, requires_grad=True)
+    losses = {
+        "fused": (lambda: linear_cross_entropy(*inputs.tensors[:2], inputs.target, **options), inputs.weight),
+        "of logits": (lambda: cross_entropy(logits, inputs.target, reduction=options["reduction"]), logits),
+    }
+    for function, tensor in losses.values():
+        loss = function()
+        grads = torch.ones(3, *loss.shape)
+        for run in (
+            lambda: torch.autograd.grad(loss, tensor, grads, is_grads_batched=True, retain_graph=True),  # noqa: B023
+            lambda: torch.vmap(lambda g: torch.autograd.grad(loss, tensor, g, retain_graph=True)[0])(grads),  # noqa: B023
+        ):
+            with pytest.raises(
+                NotImplementedError, match="takes one upstream gradient: .*is_grads_batched=True.*once for"
+            ):
+                run()
+        assert torch.autograd.grad(loss, tensor, grads[0])[0].any()
+
+
+def test_several_upstream_gradients_of_a_graph():
+    """Backend ``eager`` runs the operators' own backward."""
+    inputs, model = tokens_of(30), Model({"reduction": "none"})
+    loss = torch.compile(model, backend="eager", fullgraph=True)(inputs.hidden, inputs.target)
+    with pytest.raises(NotImplementedError, match="takes one upstream gradient"):
+        torch.autograd.grad(loss, inputs.hidden, torch.ones(3, 30), is_grads_batched=True)
 
 
 def test_functional_call():

@@ -245,6 +245,48 @@ def what_is_asked_for_must_be_the_same_on_all_ranks(world):
             run(dist.new_group())
 
 
+@check
+def what_a_teacher_holds_is_compared(world):
+    """Else each rank takes another teacher's probabilities and the gradients fit no loss."""
+    odd = world.rank == 1
+    local, head = shard(world, case_of({}).inputs, False), shard_of_teacher(world, case_of({}).head, False)
+    known = TeacherTopK(torch.full((TOKENS, 2), -2.0, dtype=torch.float64), torch.tensor([[1, 2]] * TOKENS))
+
+    def run(teacher, group, sequence_parallel=False, **options):
+        hidden = mine(local.hidden, world) if sequence_parallel else local.hidden
+        options |= {"tp_group": group, "sequence_parallel": sequence_parallel}
+        return linear_distillation(hidden, local.weight, teacher, **options)
+
+    def refused(name, teacher, group, **options):
+        with pytest.raises(ValueError, match=f"{name} must be equal on all ranks of tp_group, but rank 0 has"):
+            run(teacher, group, **options)
+
+    other_ids = replace(known, ids=torch.tensor([[1, 2]] * (TOKENS - 1) + [[1, 2 + odd]]))
+    other_logprobs = replace(known, logprobs=known.logprobs - 2.0**-50 * odd)
+    other_hidden = replace(head, hidden=head.hidden * (1 + odd))
+    refused("the checksum of teacher.ids", other_ids, dist.new_group())
+    refused("the checksum of teacher.logprobs", other_logprobs, dist.new_group())
+    refused("the checksum of normalizer", known, dist.new_group(), normalizer=torch.tensor(2.0 + odd))
+    group = dist.new_group()
+    assert run(other_hidden, group).isfinite()  # large: on a group's first call it is not read
+    os.environ["LCE_CHECK_RANKS"] = "1"
+    for _ in range(2):
+        assert run(head, group).isfinite() and run(known, group).isfinite()  # weights are shards, which differ
+    refused("the checksum of teacher.hidden", other_hidden, group)
+    refused("the checksum of teacher.ids", other_ids, group)
+    assert run(replace(head, hidden=mine(head.hidden, world)), group, sequence_parallel=True).isfinite()
+
+
+@check
+def a_teacher_that_one_rank_refuses_reaches_the_others(world):
+    local, head = shard(world, case_of({}).inputs, False), shard_of_teacher(world, case_of({}).head, False)
+    if world.rank == 1:
+        head = replace(head, softcap=-1.0)
+    expected = "^teacher.softcap must be a number" if world.rank == 1 else "teacher.softcap must be equal"
+    with pytest.raises(ValueError, match=expected):
+        linear_distillation(local.hidden, local.weight, head, tp_group=dist.new_group())
+
+
 # Seeded bugs: each must show as an error on some rank.
 
 

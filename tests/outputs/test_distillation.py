@@ -305,7 +305,7 @@ def bad_input_table():
         (replace(head, hidden=head.hidden.double()), {}, TypeError, "hidden is torch.float32 and teacher.hidden is"),
         (replace(head, bias=head.bias[:3]), {}, ValueError, r"teacher.bias must have shape \[101\], got \[3\]"),
         (replace(head, weight=None), {}, TypeError, "teacher.weight must be a torch.Tensor, got NoneType"),
-        (replace(head, softcap=-1.0), {}, ValueError, "softcap must be"),
+        (replace(head, softcap=-1.0), {}, ValueError, "^teacher.softcap must be"),
         (replace(top, rest="drop"), {}, ValueError, "rest must be one of 'bucket', 'renormalize', got 'drop'"),
         (replace(top, rest="renormalize"), {"divergence": "reverse"}, ValueError, "is infinite: use rest='bucket'"),
         (replace(top, ids=top.ids.float()), {}, TypeError, "teacher.ids int64 or int32"),

@@ -72,6 +72,22 @@ def test_evaluation(name, context):
     assert relative(value_T.clone(), functions(case)[name](case.inputs)) < 1e-13
 
 
+@NAMES
+def test_several_upstream_gradients_are_refused(name):
+    case = make_case()
+    inputs = case.inputs.leaves()
+    value_T = functions(case)[name](inputs)
+    for grads, run in (
+        (torch.ones(3, 37), lambda g: torch.autograd.grad(value_T, inputs.bias, g, is_grads_batched=True)),
+        (None, lambda _: torch.autograd.functional.jacobian(
+            lambda h: functions(case)[name](Inputs(h, inputs.weight, inputs.target, inputs.bias)),
+            inputs.hidden, vectorize=True,
+        )),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="takes one upstream gradient: .*is_grads_batched=True"):
+            run(grads)
+
+
 def test_function_transforms_are_refused():
     case = make_case()
     i = case.inputs
