@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
 from loongforge.matmul import product_, project_
 from loongforge.parallel import Tokens
 from loongforge.plan import ChunkPlan
@@ -70,9 +70,10 @@ class Head:
             project_(out_TC[rows], hidden_TH, weight_CH, bias_C)
         return out_TC
 
-    def class_weight_rows(self, start: int, stop: int) -> torch.Tensor | None:
-        """[stop - start] in the statistics' dtype."""
-        return None if self.class_weight_V is None else self.class_weight_V[start:stop]
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """What the kernels need to know of vocabulary rows ``[start, stop)``."""
+        weight_C = None if self.class_weight_V is None else self.class_weight_V[start:stop]
+        return Chunk(self.label_T, start, self.transform, weight_C)
 
     def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
         """One GEMM for everything kept, unless casts or an adapter would make copies of it."""
@@ -191,35 +192,26 @@ def _empty_stats(head: Head, with_weighted_sum: bool) -> RowStats:
 
 def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stats: RowStats) -> None:
     if head.plan.num_tokens:
-        class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
-        head.kernels.accumulate(logits_TC, head.label_T, start, stats, head.transform, class_weight_C)
+        head.kernels.accumulate(logits_TC, head.chunk(start, stop), stats)
 
 
 def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
-    class_weight_C = head.class_weight_rows(start, stop) if stats.weighted_sum_T is not None else None
     assert head.tiles is not None
-    weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
+    weight_CH, bias_C, chunk = head.weight_rows(start, stop), head.bias_rows(start, stop), head.chunk(start, stop)
     for rows, hidden_TH in head.tokens.pieces():
-        head.tiles.accumulate(
-            hidden_TH, weight_CH, bias_C, head.label_T[rows], start, stats.of(rows), head.transform, class_weight_C
-        )
+        head.tiles.accumulate(hidden_TH, weight_CH, bias_C, chunk.of(rows), stats.of(rows))
 
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
-    class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
     assert head.tiles is not None
-    weight_CH, bias_C = head.weight_rows(start, stop), head.bias_rows(start, stop)
+    weight_CH, bias_C, chunk = head.weight_rows(start, stop), head.bias_rows(start, stop), head.chunk(start, stop)
     for rows, hidden_TH in head.tokens.pieces():
-        head.tiles.gradient(
-            hidden_TH, weight_CH, bias_C, out_TC[rows],
-            head.label_T[rows], start, coefficients.of(rows), head.transform, class_weight_C,
-        )  # fmt: skip
+        head.tiles.gradient(hidden_TH, weight_CH, bias_C, chunk.of(rows), coefficients.of(rows), out_TC[rows])
 
 
 def _to_gradient(head: Head, logits_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:
     if head.plan.num_tokens:
-        class_weight_C = head.class_weight_rows(start, stop) if coefficients.uniform_T is not None else None
-        head.kernels.gradient_(logits_TC, head.label_T, start, coefficients, head.transform, class_weight_C)
+        head.kernels.gradient_(logits_TC, head.chunk(start, stop), coefficients)
 
 
 def _weight_rows_grad(

@@ -15,7 +15,7 @@ from loongforge import checks, env
 from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, StatisticsExchange, formula_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
-from loongforge.kernels.interface import RowStats
+from loongforge.kernels.interface import Chunk, RowStats
 from loongforge.loss import build_options, reduce_loss, with_options_spelled_out
 from loongforge.options import LossOptions
 from loongforge.parallel import VocabParallel
@@ -30,11 +30,8 @@ class _LossPerToken(torch.autograd.Function):
         labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
         stats = _empty_stats(logits, call)
         if logits.shape[0]:
-            first_class, rows = _shard(call)
-            weight = class_weight[first_class : first_class + rows] if _is_weighted(class_weight, call) else None
-            call.kernels.accumulate(
-                logits[:, :rows], target_T - first_class, 0, stats, call.options.transform, weight
-            )  # fmt: skip
+            chunk = _chunk(target_T, class_weight, call)
+            call.kernels.accumulate(logits[:, : call.plan.vocab_rows], chunk, stats)
         stats = StatisticsExchange(stats, call.parallel).wait()
         ctx.save_for_backward(logits, target_T, class_weight, stats.max_T, stats.sum_exp_T)
         ctx.call, ctx.inplace = call, inplace
@@ -47,27 +44,21 @@ class _LossPerToken(torch.autograd.Function):
         logits, target_T, class_weight, max_T, sum_exp_T = ctx.saved_tensors
         grad_loss_T = Labels.of(target_T, call).mark_(grad_loss_T.to(max_T.dtype, copy=True))
         coefficients = formula_of(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
-        first_class, rows = _shard(call)
+        rows = call.plan.vocab_rows
         grad = logits.detach() if ctx.inplace else logits.detach().clone(memory_format=torch.contiguous_format)
         if ctx.inplace:  # whoever else saved these logits gets torch's error about modified tensors
             torch.autograd.graph.increment_version(logits)
         grad[:, rows:] = 0  # padded rows take no part in the softmax
         if logits.shape[0]:
-            weight = class_weight[first_class : first_class + rows] if _is_weighted(class_weight, call) else None
-            call.kernels.gradient_(
-                grad[:, :rows], target_T - first_class, 0, coefficients, call.options.transform, weight
-            )  # fmt: skip
+            call.kernels.gradient_(grad[:, :rows], _chunk(target_T, class_weight, call), coefficients)
         return grad, None, None, None, None
 
 
-def _is_weighted(class_weight: torch.Tensor | None, call: Call) -> bool:
-    """Whether the row kernels need the class weights: only label smoothing sums over classes."""
-    return class_weight is not None and call.options.label_smoothing != 0
-
-
-def _shard(call: Call) -> tuple[int, int]:
-    """First class of this rank and how many of its columns are classes."""
-    return call.parallel.rank * call.rows_per_rank, call.plan.vocab_rows
+def _chunk(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: Call) -> Chunk:
+    """All classes of this rank, padded columns left out."""
+    first_class = call.parallel.rank * call.rows_per_rank
+    weight = None if class_weight is None else class_weight[first_class : first_class + call.plan.vocab_rows]
+    return Chunk(target_T - first_class, 0, call.options.transform, weight)
 
 
 def _empty_stats(logits: torch.Tensor, call: Call) -> RowStats:

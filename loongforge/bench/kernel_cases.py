@@ -22,7 +22,7 @@ from loongforge.bench.measure import Problem, relative_error
 from loongforge.call import Labels
 from loongforge.dispatch import TILE_ARCHS, choose, load_tiles, missing_package, row_kernels, why_not_gluon
 from loongforge.formula import Formula
-from loongforge.kernels.interface import LogitTransform, RowKernels, RowStats, TileKernels
+from loongforge.kernels.interface import RowKernels, RowStats, TileKernels
 from loongforge.matmul import project_
 from loongforge.options import IMPLEMENTATIONS, LossOptions
 
@@ -33,7 +33,6 @@ OLDEST_TMA = 90
 GEMM_SHARE = "one GEMM's share"
 """Baseline of the forward: a third of the three-GEMM floor."""
 FORWARD = "loss-only forward"
-AS_IT_IS = LogitTransform()
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _tile_statistics(rows: Rows, baseline: str, name: str, tiles: TileKernels) -
     """Checked by the losses that come of it, timed without fold and label logits."""
 
     def accumulate(stats: RowStats) -> None:
-        tiles.accumulate(rows.hidden_TH, rows.weight_CH, None, rows.label_T, 0, stats, AS_IT_IS)
+        tiles.accumulate(rows.hidden_TH, rows.weight_CH, None, rows.chunk, stats)
 
     def alone(stats: RowStats) -> None:
         with left_out("_finish_statistics"):
@@ -132,7 +131,7 @@ def _tile_statistics(rows: Rows, baseline: str, name: str, tiles: TileKernels) -
 
 def _tile_gradient(rows: Rows, out_TC: torch.Tensor, baseline: str, name: str, tiles: TileKernels) -> Kernel:
     def call() -> None:
-        tiles.gradient(rows.hidden_TH, rows.weight_CH, None, out_TC, rows.label_T, 0, rows.coefficients, AS_IT_IS)
+        tiles.gradient(rows.hidden_TH, rows.weight_CH, None, rows.chunk, rows.coefficients, out_TC)
 
     def error() -> float:
         out_TC.fill_(torch.nan)
@@ -206,7 +205,7 @@ def _copy_for(step: str) -> str:
 def _accumulate(rows: Rows, num_bytes: int, name: str, kernels: RowKernels) -> Kernel:
     def accumulate(stats: RowStats) -> None:
         assert rows.logits_TC is not None
-        kernels.accumulate(rows.logits_TC, rows.label_T, 0, stats, AS_IT_IS)
+        kernels.accumulate(rows.logits_TC, rows.chunk, stats)
 
     call, error = partial(accumulate, empty_stats(rows.label_T)), partial(rows.statistics_error, accumulate)
     return Kernel(name, call, error, num_bytes=num_bytes, baseline=_copy_for("accumulate"))
@@ -214,7 +213,7 @@ def _accumulate(rows: Rows, num_bytes: int, name: str, kernels: RowKernels) -> K
 
 def _to_gradient(rows: Rows, scratch_TC: torch.Tensor, num_bytes: int, name: str, kernels: RowKernels) -> Kernel:
     def call() -> None:  # timed over its own result: the work does not depend on the numbers
-        kernels.gradient_(scratch_TC, rows.label_T, 0, rows.coefficients, AS_IT_IS)
+        kernels.gradient_(scratch_TC, rows.chunk, rows.coefficients)
 
     def error() -> float:
         assert rows.logits_TC is not None
@@ -253,9 +252,9 @@ def _after_the_tiles(rows: Rows) -> Iterator[Kernel]:
     partial_2XT = _of_tiles(rows.stats, -(-rows.width // triton_tiles.CONFIG.block_c))
 
     def launch(without: str, stats: RowStats) -> None:
-        operands = (rows.hidden_TH, rows.weight_CH, None, rows.label_T, 0)
+        operands = (rows.hidden_TH, rows.weight_CH, None, rows.chunk)
         with left_out(without):
-            triton_tiles._finish_statistics(partial_2XT, *operands, stats, AS_IT_IS)
+            triton_tiles._finish_statistics(partial_2XT, *operands, stats)
 
     def fold_error() -> float:
         stats = empty_stats(rows.label_T)

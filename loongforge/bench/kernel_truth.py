@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from loongforge.bench.measure import Problem, relative_error
-from loongforge.kernels.interface import RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
 
 BLOCK_TOKENS = 1024
 """Tokens whose float32 logits exist at once in a check."""
@@ -46,6 +46,10 @@ class Rows:
             stats.label_logit_T[block] = torch.where(label_T[block] >= 0, label_logit_B, 0.0)
         torch.div(onehot_T, stats.sum_exp_T, out=coefficients.softmax_over_sum_T)
         return rows
+
+    @property
+    def chunk(self) -> Chunk:
+        return Chunk(self.label_T, 0, LogitTransform())
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from loongforge.arch import Arch, detect
 from loongforge.kernels.flydsl.compile import launcher
 from loongforge.kernels.flydsl.variant import DTYPES, TARGETS, Variant
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
 
 MAX_ROW_BYTES = 1 << 31  # offsets inside a row are 32-bit
 
@@ -29,29 +29,13 @@ class FlyDSLRowKernels:
 
     name = "flydsl"
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         tensors = (stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.weighted_sum_T)
-        self._run("accumulate", logits_TC, label_T, first_class, tensors, transform, class_weight_C)
+        self._run("accumulate", logits_TC, chunk, tensors)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         tensors = (coefficients.max_T, coefficients.softmax_over_sum_T, coefficients.onehot_T, coefficients.uniform_T)
-        self._run("gradient", logits_TC, label_T, first_class, tensors, transform, class_weight_C)
+        self._run("gradient", logits_TC, chunk, tensors)
 
     def prepare(
         self,
@@ -66,25 +50,18 @@ class FlyDSLRowKernels:
             self._launcher(self._variant(kernel, device, dtype, transform, uniform, class_weighted))
 
     def _run(
-        self,
-        kernel: str,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        per_token: Sequence[torch.Tensor | None],
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None,
+        self, kernel: str, logits_TC: torch.Tensor, chunk: Chunk, per_token: Sequence[torch.Tensor | None]
     ) -> None:
         num_rows, num_classes = logits_TC.shape
         if num_rows == 0 or num_classes == 0:
             return
         uniform = per_token[-1] is not None
-        class_weighted = uniform and class_weight_C is not None
-        variant = self._variant(kernel, logits_TC.device, logits_TC.dtype, transform, uniform, class_weighted)
-        _check_layout(logits_TC, label_T, per_token, class_weight_C)
-        tensors = (logits_TC, label_T, *per_token, class_weight_C if class_weighted else None)
-        softcap = transform.softcap or 1.0
-        numbers = (logits_TC.stride(0), num_classes, first_class, transform.logit_scale, softcap, 1 / softcap, num_rows)
+        class_weighted = uniform and chunk.class_weight_C is not None
+        variant = self._variant(kernel, logits_TC.device, logits_TC.dtype, chunk.transform, uniform, class_weighted)
+        _check_layout(logits_TC, chunk, per_token)
+        tensors = (logits_TC, chunk.label_T, *per_token, chunk.class_weight_C if class_weighted else None)
+        scale, softcap = chunk.transform.logit_scale, chunk.transform.softcap or 1.0
+        numbers = (logits_TC.stride(0), num_classes, chunk.first_class, scale, softcap, 1 / softcap, num_rows)
         self._launch(self._launcher(variant), logits_TC.device, tensors, numbers)
 
     def _variant(
@@ -128,20 +105,18 @@ def addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _check_layout(
-    logits_TC: torch.Tensor,
-    label_T: torch.Tensor,
-    per_token: Sequence[torch.Tensor | None],
-    class_weight_C: torch.Tensor | None,
-) -> None:
+def _check_layout(logits_TC: torch.Tensor, chunk: Chunk, per_token: Sequence[torch.Tensor | None]) -> None:
     """The kernels get bare addresses: what would read or write the wrong memory is refused here."""
     num_rows, num_classes = logits_TC.shape
     if num_classes > 1 and logits_TC.stride(1) != 1:
         raise ValueError(f"logits must have unit stride along the classes, got strides {logits_TC.stride()}")
     if num_classes * logits_TC.element_size() >= MAX_ROW_BYTES:
         raise ValueError(f"a row of logits must be smaller than 2 GiB, got {num_classes} of {logits_TC.dtype}")
-    expected = [("label", label_T, torch.int64, num_rows), ("class_weight", class_weight_C, torch.float32, num_classes)]
-    expected += [("per-token tensors", tensor, torch.float32, num_rows) for tensor in per_token]
+    expected = [
+        ("label", chunk.label_T, torch.int64, num_rows),
+        ("class_weight", chunk.class_weight_C, torch.float32, num_classes),
+        *(("per-token tensors", tensor, torch.float32, num_rows) for tensor in per_token),
+    ]
     for name, tensor, dtype, length in expected:
         if tensor is None:
             continue

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from loongforge.kernels.interface import LogitTransform, PairCoefficients, PairStats, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, PairCoefficients, PairStats, RowCoefficients, RowStats
 
 BLOCK_ELEMENTS = 1 << 20
 """Most elements of one temporary; a single row may exceed it."""
@@ -21,46 +21,30 @@ class GenericRowKernels:
 
     name = "generic"
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         for rows in _row_blocks(logits_TC):
-            x_BC = transformed(logits_TC[rows].to(stats.max_T.dtype), transform)
+            x_BC = transformed(logits_TC[rows].to(stats.max_T.dtype), chunk.transform)
             chunk_max_B = x_BC.amax(1)
             if stats.argmax_T is not None:
-                class_B = first_class + x_BC.argmax(1)  # the first of several maxima
+                class_B = chunk.first_class + x_BC.argmax(1)  # the first of several maxima
                 stats.argmax_T[rows] = torch.where(chunk_max_B > stats.max_T[rows], class_B, stats.argmax_T[rows])
             sums = [stats.sum_exp_T[rows]]
             if stats.relative_sum_T is not None:
                 sums.append(stats.relative_sum_T[rows])
             _fold(x_BC, chunk_max_B, stats.max_T[rows], *sums)
-            here_B, column_B = _label_column(label_T[rows], first_class, x_BC.shape[1])
+            here_B, column_B = _label_column(chunk.label_T[rows], chunk.first_class, x_BC.shape[1])
             label_logit_B = stats.label_logit_T[rows]
             label_logit_B.copy_(torch.where(here_B, x_BC.gather(1, column_B[:, None])[:, 0], label_logit_B))
             if stats.weighted_sum_T is not None:
-                weighted_BC = x_BC if class_weight_C is None else x_BC * class_weight_C
+                weighted_BC = x_BC if chunk.class_weight_C is None else x_BC * chunk.class_weight_C
                 stats.weighted_sum_T[rows] += weighted_BC.sum(1)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         for rows in _row_blocks(logits_TC):
             softmax_B = coefficients.softmax_over_sum_T[rows]
             onehot_B = coefficients.onehot_T[rows]
             active_B = (softmax_B != 0) | (onehot_B != 0)
-            x_BC = transformed(logits_TC[rows].to(softmax_B.dtype), transform)
+            x_BC = transformed(logits_TC[rows].to(softmax_B.dtype), chunk.transform)
             if coefficients.relative_over_sum_T is None:
                 grad_BC = torch.exp(x_BC - coefficients.max_T[rows, None]).mul_(softmax_B[:, None])
             else:
@@ -71,15 +55,15 @@ class GenericRowKernels:
             if coefficients.uniform_T is not None:
                 uniform_B = coefficients.uniform_T[rows]
                 active_B |= uniform_B != 0
-                if class_weight_C is None:
+                if chunk.class_weight_C is None:
                     grad_BC -= uniform_B[:, None]
                 else:
-                    grad_BC.addcmul_(uniform_B[:, None], class_weight_C, value=-1)
-            here_B, column_B = _label_column(label_T[rows], first_class, x_BC.shape[1])
+                    grad_BC.addcmul_(uniform_B[:, None], chunk.class_weight_C, value=-1)
+            here_B, column_B = _label_column(chunk.label_T[rows], chunk.first_class, x_BC.shape[1])
             at_label_B = grad_BC.gather(1, column_B[:, None])[:, 0]
             at_label_B = torch.where(here_B, at_label_B - onehot_B, at_label_B)
             grad_BC.scatter_(1, column_B[:, None], at_label_B[:, None])
-            times_slope_(grad_BC, x_BC, transform)
+            times_slope_(grad_BC, x_BC, chunk.transform)
             logits_TC[rows] = grad_BC.masked_fill_(~active_B[:, None], 0.0).to(logits_TC.dtype)
 
     def accumulate_pair(

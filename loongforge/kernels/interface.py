@@ -1,9 +1,7 @@
 """What an implementation is: two row kernels over one chunk of logits.
 
-Shape suffixes: T tokens, C vocabulary rows of one chunk.  A chunk covers the rank-local vocabulary rows
-``[first_class, first_class + C)``; ``label_T`` holds int64 rank-local row numbers, and any other number (negative
-ones too) where the label lies on another rank or names no class.  Everything per token is float32 (float64 when the
-logits are float64).
+Shape suffixes: T tokens, C vocabulary rows of one chunk.  Everything per token is float32 (float64 when the logits are
+float64).
 
 The logit the loss sees is ``x = softcap * tanh(logit_scale * z / softcap)`` of the stored number ``z``
 (``x = logit_scale * z`` without a softcap).  Every supported loss has a gradient of one form,
@@ -18,7 +16,7 @@ Outputs beside the loss (:mod:`loongforge.outputs`) need more of an implementati
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +28,22 @@ class LogitTransform:
 
     logit_scale: float = 1.0
     softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rank-local vocabulary rows ``[first_class, first_class + C)``, and what of a call their logits meet."""
+
+    label_T: torch.Tensor
+    """[T] int64 rank-local rows; any other number (negative ones too) where the label is on another rank or none."""
+    first_class: int
+    transform: LogitTransform
+    class_weight_C: torch.Tensor | None = None
+    """[C] in the statistics' dtype, used with label smoothing only; None: all ones."""
+
+    def of(self, rows: slice) -> Chunk:
+        """The same for some of the tokens."""
+        return replace(self, label_T=self.label_T[rows])
 
 
 @dataclass
@@ -108,31 +122,14 @@ class RowKernels(Protocol):
 
     name: str
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         """Fold one chunk into ``stats``.
 
-        ``logits_TC`` [T, C] has unit stride along C and any row stride; it is only read.  ``label_T`` [T] int64.
-        ``class_weight_C`` [C] in the statistics' dtype weighs ``weighted_sum_T`` (None: all ones).
+        ``logits_TC`` [T, C] has unit stride along C and any row stride; it is only read.
         Chunks and rows of -inf are legal and leave ``sum_exp_T`` at 0; +inf and NaN end in NaN as in torch.
         """
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         """Overwrite ``logits_TC`` with the gradient with respect to the stored logits ``z``.
 
         That is the formula of this module's docstring times ``dx/dz`` (``logit_scale * (1 - (x / softcap)**2)``),
@@ -199,11 +196,8 @@ class TileKernels(Protocol):
         hidden_TH: torch.Tensor,
         weight_CH: torch.Tensor,
         bias_C: torch.Tensor | None,
-        label_T: torch.Tensor,
-        first_class: int,
+        chunk: Chunk,
         stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
     ) -> None:
         """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number."""
 
@@ -212,11 +206,8 @@ class TileKernels(Protocol):
         hidden_TH: torch.Tensor,
         weight_CH: torch.Tensor,
         bias_C: torch.Tensor | None,
-        out_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
+        chunk: Chunk,
         coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
+        out_TC: torch.Tensor,
     ) -> None:
         """:meth:`RowKernels.gradient_` of ``hidden @ weight.T + bias``, into ``out_TC`` with 16-byte aligned rows."""

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from loongforge.kernels.interface import LogitTransform, PairCoefficients, PairStats, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, PairCoefficients, PairStats, RowCoefficients, RowStats
 from loongforge.kernels.triton_outputs import (
     ACCUMULATE_CONFIG,
     GRADIENT_CONFIG,
@@ -18,41 +18,27 @@ from loongforge.kernels.triton_top_k import fold_top_k
 class TritonOutputKernels(TritonRowKernels):
     """On NVIDIA and AMD GPUs; what asks for nothing beside the loss runs the loss's own kernels."""
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         if stats.relative_sum_T is None and stats.argmax_T is None:
-            super().accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
+            super().accumulate(logits_TC, chunk, stats)
             return
         assert stats.weighted_sum_T is None, "label smoothing and outputs beside the loss exclude each other"
         rows = (
-            label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.relative_sum_T, stats.argmax_T,
+            chunk.label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.relative_sum_T, stats.argmax_T,
             None, None,
         )  # fmt: skip
-        _launch(accumulate_outputs_kernel, ACCUMULATE_CONFIG, logits_TC, None, rows, first_class, transform, transform)
+        transforms = (chunk.transform, chunk.transform)
+        _launch(accumulate_outputs_kernel, ACCUMULATE_CONFIG, logits_TC, None, rows, chunk.first_class, *transforms)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         c = coefficients
         if c.relative_over_sum_T is None:
-            super().gradient_(logits_TC, label_T, first_class, c, transform, class_weight_C)
+            super().gradient_(logits_TC, chunk, c)
             return
         assert c.uniform_T is None, "label smoothing and outputs beside the loss exclude each other"
-        rows = (label_T, c.max_T, c.softmax_over_sum_T, c.onehot_T, c.relative_over_sum_T, None, None)
-        _launch(gradient_outputs_kernel, GRADIENT_CONFIG, logits_TC, None, rows, first_class, transform, transform)
+        rows = (chunk.label_T, c.max_T, c.softmax_over_sum_T, c.onehot_T, c.relative_over_sum_T, None, None)
+        transforms = (chunk.transform, chunk.transform)
+        _launch(gradient_outputs_kernel, GRADIENT_CONFIG, logits_TC, None, rows, chunk.first_class, *transforms)
 
     def accumulate_pair(
         self,

@@ -27,7 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -320,57 +320,42 @@ class TritonRowKernels:
 
     name = "triton"
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        rows = (label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.weighted_sum_T)
-        if stats.weighted_sum_T is None:
-            class_weight_C = None
-        _launch(accumulate_kernel, ACCUMULATE_CONFIG, logits_TC, rows, class_weight_C, first_class, transform)
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
+        rows = (stats.max_T, stats.sum_exp_T, stats.label_logit_T, stats.weighted_sum_T)
+        _launch(accumulate_kernel, ACCUMULATE_CONFIG, logits_TC, chunk, rows)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         c = coefficients
-        rows = (label_T, c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T)
-        if c.uniform_T is None:
-            class_weight_C = None
-        _launch(gradient_kernel, GRADIENT_CONFIG, logits_TC, rows, class_weight_C, first_class, transform)
+        rows = (c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T)
+        _launch(gradient_kernel, GRADIENT_CONFIG, logits_TC, chunk, rows)
 
 
-def _launch(kernel, config, logits_TC, rows, class_weight_C, first_class, transform) -> None:
+def _launch(kernel, config: LaunchConfig, logits_TC: torch.Tensor, chunk: Chunk, per_token) -> None:
     """Start one program per row on the device of the logits, which need not be the current one."""
     num_tokens, num_classes = logits_TC.shape
     if num_tokens == 0 or num_classes == 0:
         return
     assert num_classes == 1 or logits_TC.stride(1) == 1, f"logits need unit stride along C, got {logits_TC.stride()}"
     assert num_classes <= _MAX_CLASSES, f"a chunk has at most {_MAX_CLASSES} classes, got {num_classes}"
-    for row in (*rows, class_weight_C):
-        assert row is None or row.is_contiguous(), "per-token and per-class tensors must be contiguous"
-    mode, factor, softcap = _transform_arguments(transform)
-    numbers = (logits_TC.stride(0), num_classes, first_class, _bits(factor), _bits(softcap))
+    vectors = _vectors(chunk, per_token)
+    for vector in vectors:
+        assert vector is None or vector.is_contiguous(), "per-token and per-class tensors must be contiguous"
+    mode, factor, softcap = _transform_arguments(chunk.transform)
+    numbers = (logits_TC.stride(0), num_classes, chunk.first_class, _bits(factor), _bits(softcap))
     with torch.cuda.device(logits_TC.device) if logits_TC.is_cuda else nullcontext():
         kernel[(num_tokens,)](
             logits_TC,
-            *rows,
-            class_weight_C,
+            *vectors,
             *numbers,
             TRANSFORM=mode,
             **config.meta(_warp_size(logits_TC.device)),
             enable_fp_fusion=True,  # whatever this Triton's default
         )
+
+
+def _vectors(chunk: Chunk, per_token) -> tuple[torch.Tensor | None, ...]:
+    """Labels, what a kernel has per token, and class weights, which belong to the last of it and go without it."""
+    return chunk.label_T, *per_token, None if per_token[-1] is None else chunk.class_weight_C
 
 
 def _transform_arguments(transform: LogitTransform) -> tuple[int, float, float]:

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, RowCoefficients, RowStats
 from loongforge.kernels.triton_rows import (
     LOG2_E,
     _bits,
@@ -314,46 +314,42 @@ class TritonTileKernels:
         hidden_TH: torch.Tensor,
         weight_CH: torch.Tensor,
         bias_C: torch.Tensor | None,
-        label_T: torch.Tensor,
-        first_class: int,
+        chunk: Chunk,
         stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
     ) -> None:
         weighted_sum = stats.weighted_sum_T is not None
         num_tiles = triton.cdiv(weight_CH.shape[0], self.block_c)
         partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, hidden_TH.shape[0]))
-        mode, factor, softcap = _transform_arguments(transform)
+        mode, factor, softcap = _transform_arguments(chunk.transform)
         kernel, _, launch = self._kernels()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             kernel[(_num_programs(hidden_TH.device),)](
-                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), bias_C, partial, class_weight_C,
+                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), bias_C, partial,
+                chunk.class_weight_C if weighted_sum else None,
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **launch,
             )  # fmt: skip
-            _finish_statistics(partial, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform)
+            _finish_statistics(partial, hidden_TH, weight_CH, bias_C, chunk, stats)
 
     def gradient(
         self,
         hidden_TH: torch.Tensor,
         weight_CH: torch.Tensor,
         bias_C: torch.Tensor | None,
-        out_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
+        chunk: Chunk,
         coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
+        out_TC: torch.Tensor,
     ) -> None:
         c = coefficients
-        mode, factor, softcap = _transform_arguments(transform)
+        mode, factor, softcap = _transform_arguments(chunk.transform)
         _, kernel, launch = self._kernels()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             kernel[(_num_programs(hidden_TH.device),)](
-                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), self._output(out_TC), bias_C, label_T,
-                c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T, class_weight_C,
-                hidden_TH.shape[0], weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-                TRANSFORM=mode, **launch,
+                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), self._output(out_TC), bias_C,
+                chunk.label_T, c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T,
+                None if c.uniform_T is None else chunk.class_weight_C,
+                hidden_TH.shape[0], weight_CH.shape[0], chunk.first_class, hidden_TH.shape[1],
+                _bits(factor), _bits(softcap), TRANSFORM=mode, **launch,
             )  # fmt: skip
 
 
@@ -362,20 +358,18 @@ def _finish_statistics(
     hidden_TH: torch.Tensor,
     weight_CH: torch.Tensor,
     bias_C: torch.Tensor | None,
-    label_T: torch.Tensor,
-    first_class: int,
+    chunk: Chunk,
     stats: RowStats,
-    transform: LogitTransform,
 ) -> None:
     """Fold the partial statistics of all tiles into ``stats`` and compute the logits at the labels."""
     num_tokens, num_tiles = hidden_TH.shape[0], partial.shape[1]
-    mode, factor, softcap = _transform_arguments(transform)
+    mode, factor, softcap = _transform_arguments(chunk.transform)
     fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
         partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
     )
     label_logit_kernel[(num_tokens,)](
-        hidden_TH, weight_CH, bias_C, label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
-        weight_CH.shape[0], first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
+        hidden_TH, weight_CH, bias_C, chunk.label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
+        weight_CH.shape[0], chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
         TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
     )  # fmt: skip
 

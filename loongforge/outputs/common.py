@@ -11,7 +11,7 @@ import torch
 
 from loongforge import sharded
 from loongforge.call import Call, refusing_second_derivatives
-from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import build_options
 from loongforge.operators import Computation, Operators, constants
 from loongforge.options import OPTION_NAMES, LossOptions
@@ -99,27 +99,11 @@ class PassedOn:
         self.kernels = kernels
         self.name = kernels.name
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        self.kernels.accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
+        self.kernels.accumulate(logits_TC, chunk, stats)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        self.kernels.gradient_(logits_TC, label_T, first_class, coefficients, transform, class_weight_C)
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
+        self.kernels.gradient_(logits_TC, chunk, coefficients)
 
 
 def base(max_T: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from loongforge import checks, chunks, env
 from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, head_of, prepare_call
 from loongforge.compact import CarriedTokens
-from loongforge.kernels.interface import LogitTransform, OutputKernels, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import with_options_spelled_out
 from loongforge.operators import Computation, Computed, Operators
 from loongforge.options import LossOptions
@@ -64,17 +64,9 @@ class _WithOutputs(PassedOn):
         super().__init__(kernels)
         self._more = {"relative_sum_T": relative_sum_T, "argmax_T": argmax_T}
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         # The tensors are the same: what is added to these statistics is added to the loop's.
-        super().accumulate(logits_TC, label_T, first_class, replace(stats, **self._more), transform, class_weight_C)
+        super().accumulate(logits_TC, chunk, replace(stats, **self._more))
 
 
 def _over_ranks(stats: RowStats, call: Call) -> RowStats:

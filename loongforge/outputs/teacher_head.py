@@ -23,6 +23,7 @@ import torch
 from loongforge import chunks
 from loongforge.call import Call, head_of, prepare_call
 from loongforge.kernels.interface import (
+    Chunk,
     LogitTransform,
     OutputKernels,
     PairCoefficients,
@@ -73,42 +74,26 @@ class _BesideTeacher(PassedOn):
         self._teacher, self._is_reverse = teacher, is_reverse
         self.max_T, self.sum_exp_T, self.gap_sum_T = max_T, sum_exp_T, gap_sum_T
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
         assert self.gap_sum_T is not None
         student, teacher = (stats.max_T, stats.sum_exp_T), (self.max_T, self.sum_exp_T)
-        for student_TC, teacher_TC in self._chunks(logits_TC, first_class, self._teacher.plan.forward_width):
+        for student_TC, teacher_TC in self._chunks(logits_TC, chunk.first_class, self._teacher.plan.forward_width):
             if self._is_reverse:
                 pair, heads = (*student, *teacher), (student_TC, teacher_TC)
-                transforms = transform, self._teacher.transform
+                transforms = chunk.transform, self._teacher.transform
             else:
                 pair, heads = (*teacher, *student), (teacher_TC, student_TC)
-                transforms = self._teacher.transform, transform
+                transforms = self._teacher.transform, chunk.transform
             self.kernels.accumulate_pair(*heads, PairStats(*pair, self.gap_sum_T), *transforms)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         c = coefficients
         teacher_over_sum_T = None if self._is_reverse else over_sum(c.onehot_T, self.sum_exp_T)
         pair = PairCoefficients(
             c.max_T, self.max_T, c.softmax_over_sum_T, c.relative_over_sum_T, teacher_over_sum_T
         )  # fmt: skip
-        for student_TC, teacher_TC in self._chunks(logits_TC, first_class, self._teacher.plan.backward_width):
-            self.kernels.pair_gradient_(student_TC, teacher_TC, pair, transform, self._teacher.transform)
+        for student_TC, teacher_TC in self._chunks(logits_TC, chunk.first_class, self._teacher.plan.backward_width):
+            self.kernels.pair_gradient_(student_TC, teacher_TC, pair, chunk.transform, self._teacher.transform)
 
     def _chunks(self, logits_TC: torch.Tensor, first_class: int, width: int):
         """Parts of the student's chunk (kept logits come as one wide chunk), with the teacher's logits of each."""

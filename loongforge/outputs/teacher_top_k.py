@@ -26,7 +26,7 @@ import torch
 from loongforge import chunks
 from loongforge.call import Call, Labels, StatisticsExchange, head_of, prepare_call
 from loongforge.kernels.generic import times_slope_, transformed
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats
 from loongforge.operators import Computation, Computed, Operators
 from loongforge.outputs.common import PassedOn, base, over_sum
 from loongforge.per_token import products
@@ -60,34 +60,18 @@ class _Apart(PassedOn):
         self.value_TK = value_TK
         """Forward: the k logits x, 0 until their chunk comes.  Backward: their gradients per unit of ``onehot_T``."""
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        here_TK, column_TK = self._columns(logits_TC, first_class)
-        x_TK = transformed(logits_TC.gather(1, column_TK).to(self.value_TK.dtype), transform)
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
+        here_TK, column_TK = self._columns(logits_TC, chunk.first_class)
+        x_TK = transformed(logits_TC.gather(1, column_TK).to(self.value_TK.dtype), chunk.transform)
         self.value_TK.copy_(torch.where(here_TK, x_TK, self.value_TK))
-        lowest = -torch.inf if transform.logit_scale > 0 else torch.inf
+        lowest = -torch.inf if chunk.transform.logit_scale > 0 else torch.inf
         _put_(logits_TC, here_TK, column_TK, torch.full_like(x_TK, lowest))
-        super().accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
+        super().accumulate(logits_TC, chunk, stats)
 
-    def gradient_(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        coefficients: RowCoefficients,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
+    def gradient_(self, logits_TC: torch.Tensor, chunk: Chunk, coefficients: RowCoefficients) -> None:
         nowhere = replace(coefficients, onehot_T=torch.zeros_like(coefficients.onehot_T))
-        super().gradient_(logits_TC, label_T, first_class, nowhere, transform, class_weight_C)
-        here_TK, column_TK = self._columns(logits_TC, first_class)
+        super().gradient_(logits_TC, chunk, nowhere)
+        here_TK, column_TK = self._columns(logits_TC, chunk.first_class)
         active_T1 = (coefficients.onehot_T != 0)[:, None]
         _put_(
             logits_TC, here_TK, column_TK, torch.where(active_T1, self.value_TK * coefficients.onehot_T[:, None], 0.0)

@@ -11,7 +11,7 @@ from loongforge import checks, chunks
 from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, StatisticsExchange, head_of, prepare_call
 from loongforge.kernels.generic import first_k
-from loongforge.kernels.interface import NO_CLASS, LogitTransform, OutputKernels, RowStats
+from loongforge.kernels.interface import NO_CLASS, Chunk, OutputKernels, RowStats
 from loongforge.loss import with_options_spelled_out
 from loongforge.operators import Computation, Computed, Operators, constants
 from loongforge.options import LossOptions
@@ -37,17 +37,9 @@ class _Largest(PassedOn):
         super().__init__(kernels)
         self._values_TK, self._classes_TK = values_TK, classes_TK
 
-    def accumulate(
-        self,
-        logits_TC: torch.Tensor,
-        label_T: torch.Tensor,
-        first_class: int,
-        stats: RowStats,
-        transform: LogitTransform,
-        class_weight_C: torch.Tensor | None = None,
-    ) -> None:
-        super().accumulate(logits_TC, label_T, first_class, stats, transform, class_weight_C)
-        self.kernels.top_k_(logits_TC, first_class, self._values_TK, self._classes_TK, transform)
+    def accumulate(self, logits_TC: torch.Tensor, chunk: Chunk, stats: RowStats) -> None:
+        super().accumulate(logits_TC, chunk, stats)
+        self.kernels.top_k_(logits_TC, chunk.first_class, self._values_TK, self._classes_TK, chunk.transform)
 
 
 @dataclass(frozen=True)

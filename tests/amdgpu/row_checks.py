@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowKernels, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats
 from tests.helpers import relative
 
 GUARD = 77.0
@@ -61,7 +61,7 @@ class RowCase:
         )
         for first, rows, weight in self.chunks():
             before = rows.buffer.clone()
-            kernels.accumulate(rows.logits, self.label_T, first, stats, self.transform, weight)
+            kernels.accumulate(rows.logits, Chunk(self.label_T, first, self.transform, weight), stats)
             assert torch.equal(bits(rows.buffer), bits(before)), "accumulate wrote to the logits"
         return stats
 
@@ -69,7 +69,7 @@ class RowCase:
         """The gradient [T, V], made in place chunk by chunk; asserts that nothing around the rows was written."""
         pieces = []
         for first, rows, weight in self.chunks():
-            kernels.gradient_(rows.logits, self.label_T, first, coefficients, self.transform, weight)
+            kernels.gradient_(rows.logits, Chunk(self.label_T, first, self.transform, weight), coefficients)
             rows.assert_untouched_around()
             pieces.append(rows.logits.clone())
         return torch.cat(pieces, 1)

@@ -30,9 +30,9 @@ class EmulatedTritonRowKernels(triton_rows.TritonRowKernels):
         with mock.patch.object(triton_rows, "_launch", self._launch):
             super().gradient_(*args, **kwargs)
 
-    def _launch(self, kernel, config, logits_TC, rows, class_weight_C, first_class, transform) -> None:
-        mode, factor, softcap = triton_rows._transform_arguments(transform)
-        tensors = (logits_TC, *rows, class_weight_C)
+    def _launch(self, kernel, config, logits_TC, chunk, per_token) -> None:
+        mode, factor, softcap = triton_rows._transform_arguments(chunk.transform)
+        tensors = (logits_TC, *triton_rows._vectors(chunk, per_token))
         dtype = TYPE_NAMES[str(logits_TC.dtype).removeprefix("torch.")]
         absent = tuple(name for name, t in zip(kernel.arg_names, tensors, strict=False) if t is None)
         compiled = compile_kernel(kernel, config, self.arch, dtype, mode, absent)
@@ -40,7 +40,7 @@ class EmulatedTritonRowKernels(triton_rows.TritonRowKernels):
         memory = GlobalMemory()
         for tensor in present:
             memory.add(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
-        numbers = (first_class, triton_rows._bits(factor), triton_rows._bits(softcap))
+        numbers = (chunk.first_class, triton_rows._bits(factor), triton_rows._bits(softcap))
         arguments = [struct.pack("<Q", tensor.data_ptr()) for tensor in present]
         arguments += [struct.pack("<q", logits_TC.stride(0)), struct.pack("<i", logits_TC.shape[1])]
         arguments += [struct.pack("<q", number) for number in numbers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -198,10 +199,8 @@ def grad_hidden_travels_in_the_models_dtype_unless_asked(world):
             travelled, found = [], []
             for fp32 in (False, True):
                 options = {"fp32_grad_hidden": fp32, "logits_budget_mb": budget}
-                reduce = parallel.VocabParallel.reduce_grad_hidden
-                with mock.patch.object(
-                    parallel.VocabParallel, "reduce_grad_hidden", autospec=True, side_effect=reduce
-                ) as reduce:
+                inner = {"autospec": True, "side_effect": parallel.VocabParallel.reduce_grad_hidden}
+                with mock.patch.object(parallel.VocabParallel, "reduce_grad_hidden", **inner) as reduce:
                     gradient = run(world, "world", inputs, sequence_parallel, **options)[1]
                 travelled.append(reduce.call_args.args[1].dtype)
                 assert gradient.dtype == torch.bfloat16
@@ -363,9 +362,9 @@ def grad_hidden_not_reduced():
 def only_the_owner_gets_gradients():
     original = GenericRowKernels.gradient_
 
-    def gradient_(self, logits, label, first, *rest):
-        original(self, logits, label, first, *rest)
-        elsewhere = (label < 0) | (label >= VOCAB // dist.get_world_size())
+    def gradient_(self, logits, chunk, coefficients):
+        original(self, logits, chunk, coefficients)
+        elsewhere = (chunk.label_T < 0) | (chunk.label_T >= VOCAB // dist.get_world_size())
         logits.masked_fill_(elsewhere[:, None], 0.0)
 
     with mock.patch.object(GenericRowKernels, "gradient_", gradient_):
@@ -376,9 +375,10 @@ def only_the_owner_gets_gradients():
 def label_one_past_the_shard_is_its_last_row():
     original = GenericRowKernels.accumulate
 
-    def accumulate(self, logits, label, first, *rest):
+    def accumulate(self, logits, chunk, stats):
         rows = VOCAB // dist.get_world_size()
-        original(self, logits, torch.where(label == rows, rows - 1, label), first, *rest)
+        label_T = torch.where(chunk.label_T == rows, rows - 1, chunk.label_T)
+        original(self, logits, replace(chunk, label_T=label_T), stats)
 
     with mock.patch.object(GenericRowKernels, "accumulate", accumulate):
         yield

@@ -181,10 +181,9 @@ def logit_transform_dropped(monkeypatch):
 def derivative_of_the_softcap_dropped(monkeypatch):
     original = generic.GenericRowKernels.gradient_
 
-    def gradient_(self, logits, label, first, coefficients, transform, class_weight=None):
-        capped = generic.transformed(logits, transform)
-        logits.copy_(capped)
-        original(self, logits, label, first, coefficients, LogitTransform(), class_weight)
+    def gradient_(self, logits, chunk, coefficients):
+        logits.copy_(generic.transformed(logits, chunk.transform))
+        original(self, logits, dataclasses.replace(chunk, transform=LogitTransform()), coefficients)
 
     monkeypatch.setattr(generic.GenericRowKernels, "gradient_", gradient_)
 

@@ -125,17 +125,15 @@ class TorchTiles:
     def supports(self, hidden_TH, weight_VH):
         return True
 
-    def accumulate(self, hidden_TH, weight_CH, bias_C, label_T, first_class, stats, transform, class_weight_C=None):
+    def accumulate(self, hidden_TH, weight_CH, bias_C, chunk, stats):
         self.calls += 1
         logits = hidden_TH.float() @ weight_CH.float().t()
-        self._kernels.accumulate(logits, label_T, first_class, stats, transform, class_weight_C)
+        self._kernels.accumulate(logits, chunk, stats)
 
-    def gradient(
-        self, hidden_TH, weight_CH, bias_C, out_TC, label_T, first_class, coefficients, transform, class_weight_C=None
-    ):
+    def gradient(self, hidden_TH, weight_CH, bias_C, chunk, coefficients, out_TC):
         assert out_TC.dtype == hidden_TH.dtype
         logits = hidden_TH.float() @ weight_CH.float().t()
-        self._kernels.gradient_(logits, label_T, first_class, coefficients, transform, class_weight_C)
+        self._kernels.gradient_(logits, chunk, coefficients)
         out_TC.copy_(logits)
 
 

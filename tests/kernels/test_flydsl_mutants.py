@@ -16,7 +16,7 @@ if toolchain.missing():
     pytest.skip(toolchain.missing(), allow_module_level=True)
 
 from loongforge.kernels.flydsl import compile as flydsl_compile  # noqa: E402
-from loongforge.kernels.interface import LogitTransform, RowStats  # noqa: E402
+from loongforge.kernels.interface import Chunk, LogitTransform, RowStats  # noqa: E402
 from tests.amdgpu.errors import EmulatorError  # noqa: E402
 from tests.amdgpu.row_checks import RowCase  # noqa: E402
 from tests.amdgpu.rows import EmulatedFlyDSLRowKernels  # noqa: E402
@@ -48,7 +48,7 @@ def check_far_rows(kernels):
         logits.copy_(torch.randn(2, 100))
         stats = RowStats(torch.full((2,), -torch.inf), torch.zeros(2), torch.zeros(2), None)
         try:
-            kernels.accumulate(logits, torch.tensor([4, 99]), 0, stats, LogitTransform())
+            kernels.accumulate(logits, Chunk(torch.tensor([4, 99]), 0, LogitTransform()), stats)
             assert torch.equal(stats.max_T, logits.amax(1).float())
         finally:
             del logits, everything

@@ -20,7 +20,7 @@ from loongforge.arch import Arch  # noqa: E402
 from loongforge.kernels.amd_flydsl import FlyDSLRowKernels  # noqa: E402
 from loongforge.kernels.flydsl import compile as flydsl_compile  # noqa: E402
 from loongforge.kernels.flydsl.variant import TARGETS, Variant  # noqa: E402
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats  # noqa: E402
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats  # noqa: E402
 from tests.amdgpu.row_checks import RowCase  # noqa: E402
 from tests.amdgpu.rows import EmulatedFlyDSLRowKernels  # noqa: E402
 from tests.helpers import relative  # noqa: E402
@@ -139,9 +139,11 @@ def test_rows_beyond_four_gigabytes(arch):
         stats = RowStats(torch.full((2,), -torch.inf), torch.zeros(2), torch.zeros(2), None)
         label_T = torch.tensor([4, 99])
         kernels = EmulatedFlyDSLRowKernels(arch)
-        kernels.accumulate(logits, label_T, 0, stats, LogitTransform())
+        kernels.accumulate(logits, Chunk(label_T, 0, LogitTransform()), stats)
         kernels.gradient_(
-            logits, label_T, 0, RowCoefficients(stats.max_T, 1 / stats.sum_exp_T, torch.ones(2), None), LogitTransform()
+            logits,
+            Chunk(label_T, 0, LogitTransform()),
+            RowCoefficients(stats.max_T, 1 / stats.sum_exp_T, torch.ones(2), None),
         )
         expected = torch.softmax(x, 1) - torch.nn.functional.one_hot(label_T, 100)
         assert relative(stats.label_logit_T, x.gather(1, label_T[:, None])[:, 0]) == 0
@@ -163,7 +165,9 @@ def test_empty_chunks_launch_nothing():
     kernels = EmulatedFlyDSLRowKernels("gfx942")
     for shape in ((0, 5), (3, 0)):
         stats = RowStats(*[torch.zeros(shape[0])] * 3, None)
-        kernels.accumulate(torch.empty(shape), torch.zeros(shape[0], dtype=torch.int64), 0, stats, LogitTransform())
+        kernels.accumulate(
+            torch.empty(shape), Chunk(torch.zeros(shape[0], dtype=torch.int64), 0, LogitTransform()), stats
+        )
     assert kernels.launches == []
 
 
@@ -182,7 +186,7 @@ def test_what_would_touch_the_wrong_memory_is_refused(change, message):
     stats = RowStats(change.get("max", torch.zeros(4)), torch.zeros(4), torch.zeros(4), None)
     label_T = change.get("label", torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
-        EmulatedFlyDSLRowKernels("gfx942").accumulate(logits, label_T, 0, stats, LogitTransform())
+        EmulatedFlyDSLRowKernels("gfx942").accumulate(logits, Chunk(label_T, 0, LogitTransform()), stats)
 
 
 class _On(FlyDSLRowKernels):

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
 
 from loongforge import LossOptions  # noqa: E402
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats  # noqa: E402
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats  # noqa: E402
 from loongforge.kernels.triton_rows import accumulate_kernel, gradient_kernel  # noqa: E402
 from loongforge.loss import fused_loss  # noqa: E402
 from tests.kernels.triton_cases import (  # noqa: E402
@@ -39,9 +39,9 @@ def test_one_compilation_serves_every_size_stride_and_address():
         label_T = torch.zeros(num_tokens + 1, device=DEVICE, dtype=torch.int64)[1:]
         stats = new_stats(num_tokens, torch.bfloat16)
         transform = LogitTransform(logit_scale=first_class + 0.5)
-        KERNELS.accumulate(rows.logits, label_T, first_class, stats, transform)
+        KERNELS.accumulate(rows.logits, Chunk(label_T, first_class, transform), stats)
         coefficients = RowCoefficients(stats.max_T, stats.sum_exp_T, stats.sum_exp_T, None)
-        KERNELS.gradient_(rows.logits, label_T, first_class, coefficients, transform)
+        KERNELS.gradient_(rows.logits, Chunk(label_T, first_class, transform), coefficients)
 
     compiled = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["fn"].name)
@@ -67,9 +67,9 @@ def test_graph_capture_and_replay_with_other_inputs():
 
     def step():
         stats.max_T.fill_(-math.inf), stats.sum_exp_T.zero_(), stats.label_logit_T.zero_()
-        KERNELS.accumulate(logits_TC, label_T, 0, stats, IDENTITY)
+        KERNELS.accumulate(logits_TC, Chunk(label_T, 0, IDENTITY), stats)
         coefficients = RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, one_T, None)
-        KERNELS.gradient_(logits_TC, label_T, 0, coefficients, IDENTITY)
+        KERNELS.gradient_(logits_TC, Chunk(label_T, 0, IDENTITY), coefficients)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -97,8 +97,10 @@ def test_neither_kernel_synchronises_with_the_host():
     one_T = torch.ones(8, device=DEVICE)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        KERNELS.accumulate(rows_TC, label_T, 0, stats, SOFTCAP, class_weight_C)
-        KERNELS.gradient_(rows_TC, label_T, 0, RowCoefficients(stats.max_T, *[one_T] * 3), SOFTCAP, class_weight_C)
+        KERNELS.accumulate(rows_TC, Chunk(label_T, 0, SOFTCAP, class_weight_C), stats)
+        KERNELS.gradient_(
+            rows_TC, Chunk(label_T, 0, SOFTCAP, class_weight_C), RowCoefficients(stats.max_T, *[one_T] * 3)
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -109,7 +111,7 @@ def test_tensors_on_another_device_than_the_current_one():
     label_T = random_labels(8, 9001).to("cuda:1")
     stats = RowStats(*(torch.full((8,), value, device="cuda:1") for value in (-math.inf, 0.0, 0.0)), None)
     with torch.cuda.device(0):
-        KERNELS.accumulate(rows_TC, label_T, 0, stats, IDENTITY)
+        KERNELS.accumulate(rows_TC, Chunk(label_T, 0, IDENTITY), stats)
         assert torch.cuda.current_device() == 0
     assert_close(stats.max_T.double() + stats.sum_exp_T.double().log(), rows_TC.double().logsumexp(1), 1e-6)
 

@@ -13,6 +13,7 @@ from loongforge.kernels import triton_top_k
 from loongforge.kernels.generic import GenericRowKernels
 from loongforge.kernels.interface import (
     NO_CLASS,
+    Chunk,
     LogitTransform,
     PairCoefficients,
     PairStats,
@@ -68,7 +69,7 @@ def accumulate(rows_TC, label_T, transform, aligned, chunk) -> RowStats:
     stats = output_stats(rows_TC.shape[0], rows_TC.dtype)
     for first in range(0, rows_TC.shape[1], chunk):
         rows = Rows(rows_TC[:, first : first + chunk], aligned)
-        KERNELS.accumulate(rows.logits, label_T, first, stats, transform)
+        KERNELS.accumulate(rows.logits, Chunk(label_T, first, transform), stats)
         assert torch.equal(rows.logits.nan_to_num(), rows_TC[:, first : first + chunk].nan_to_num()), "only read"
         rows.assert_guards_untouched()
     return stats
@@ -109,7 +110,9 @@ def test_entropy_and_first_maximum(num_classes, chunk, dtype, transform, aligned
     rows = Rows(rows_TC, aligned)
     over_sum = [coefficient_T / stats.sum_exp_T for coefficient_T in (softmax_T, relative_T)]
     KERNELS.gradient_(
-        rows.logits, label_T, 0, RowCoefficients(stats.max_T, over_sum[0], onehot_T, None, over_sum[1]), transform
+        rows.logits,
+        Chunk(label_T, 0, transform),
+        RowCoefficients(stats.max_T, over_sum[0], onehot_T, None, over_sum[1]),
     )
     rows.assert_guards_untouched()
     assert (rows.logits[3] == 0).all()
@@ -176,7 +179,7 @@ def test_minus_infinity(num_classes):
     nothing_TC, label_T = torch.full_like(rows_TC, -math.inf), random_labels(4, num_classes)
     stats = output_stats(4, torch.float32)
     for logits, first_class in ((nothing_TC, 10**6), (rows_TC, 0), (nothing_TC, 2 * 10**6)):
-        KERNELS.accumulate(Rows(logits).logits, label_T, first_class, stats, IDENTITY)
+        KERNELS.accumulate(Rows(logits).logits, Chunk(label_T, first_class, IDENTITY), stats)
     x_TC = rows_TC.double()
     distance_TC = x_TC - x_TC.amax(1, keepdim=True)
     live = [0, 2, 3]
@@ -185,7 +188,9 @@ def test_minus_infinity(num_classes):
     assert torch.equal(stats.argmax_T[live], x_TC.argmax(1)[live]) and stats.argmax_T[1] == 0
     one_T = torch.ones(4, device=DEVICE)
     KERNELS.gradient_(
-        rows_TC, label_T, 0, RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, 0 * one_T, None, one_T), IDENTITY
+        rows_TC,
+        Chunk(label_T, 0, IDENTITY),
+        RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, 0 * one_T, None, one_T),
     )
     assert rows_TC[live].isfinite().all() and (rows_TC[0, ::2] == 0).all()
 
@@ -231,7 +236,7 @@ def test_inactive_rows_are_exact_zeros_and_nan_spreads():
     rows_TC[0], rows_TC[1] = math.nan, math.inf
     zero_T, label_T = torch.zeros(4, device=DEVICE), random_labels(4, 1003)
     some_T = torch.tensor([0.0, 0.0, math.nan, 1.0], device=DEVICE)
-    KERNELS.gradient_(rows_TC, label_T, 0, RowCoefficients(zero_T, zero_T, zero_T, None, some_T), IDENTITY)
+    KERNELS.gradient_(rows_TC, Chunk(label_T, 0, IDENTITY), RowCoefficients(zero_T, zero_T, zero_T, None, some_T))
     assert (rows_TC[:2] == 0).all() and rows_TC[2].isnan().all() and rows_TC[3].isfinite().all()
     student_TC, teacher_TC = (random_logits(4, 1003, torch.bfloat16, seed) for seed in (1, 2))
     teacher_TC[0] = student_TC[1] = math.nan
@@ -288,9 +293,11 @@ def check_top_k(rows_TC, k, chunk, transform, monkeypatch):
 def test_empty_chunks_do_nothing(shape):
     stats, logits_TC = output_stats(shape[0], torch.float32), torch.empty(shape, device=DEVICE)
     label_T = torch.zeros(shape[0], device=DEVICE, dtype=torch.int64)
-    KERNELS.accumulate(logits_TC, label_T, 0, stats, IDENTITY)
+    KERNELS.accumulate(logits_TC, Chunk(label_T, 0, IDENTITY), stats)
     zero_T = stats.sum_exp_T
-    KERNELS.gradient_(logits_TC, label_T, 0, RowCoefficients(stats.max_T, zero_T, zero_T, None, zero_T), IDENTITY)
+    KERNELS.gradient_(
+        logits_TC, Chunk(label_T, 0, IDENTITY), RowCoefficients(stats.max_T, zero_T, zero_T, None, zero_T)
+    )
     KERNELS.top_k_(logits_TC, 0, torch.zeros(shape[0], 2, device=DEVICE), label_T[:, None].repeat(1, 2), IDENTITY)
     assert (stats.relative_sum_T == 0).all()
 

@@ -11,7 +11,7 @@ import triton  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from loongforge.kernels import triton_output_kernels, triton_outputs, triton_rows, triton_top_k  # noqa: E402
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats  # noqa: E402
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats  # noqa: E402
 from tests.kernels.test_triton_compile import (  # noqa: E402
     MAX_REGISTERS,
     MAX_SHARED_BYTES,
@@ -105,8 +105,8 @@ def test_without_outputs_the_kernels_of_the_loss_run(monkeypatch):
     zero_T, label_T, logits_TC = torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3)
     kernels, identity = triton_output_kernels.TritonOutputKernels(), LogitTransform()
     for relative_T in (None, zero_T):
-        kernels.accumulate(logits_TC, label_T, 0, RowStats(*[zero_T] * 3, None, relative_T), identity)
-        kernels.gradient_(logits_TC, label_T, 0, RowCoefficients(*[zero_T] * 3, None, relative_T), identity)
+        kernels.accumulate(logits_TC, Chunk(label_T, 0, identity), RowStats(*[zero_T] * 3, None, relative_T))
+        kernels.gradient_(logits_TC, Chunk(label_T, 0, identity), RowCoefficients(*[zero_T] * 3, None, relative_T))
     assert launched == [
         "accumulate_kernel", "gradient_kernel", "accumulate_outputs_kernel", "gradient_outputs_kernel"
     ]  # fmt: skip

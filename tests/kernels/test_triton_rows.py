@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
 from tests.kernels.triton_cases import (
     DEVICE,
     DTYPES,
@@ -114,13 +114,13 @@ def test_half_precision_gradients_neither_underflow_nor_overflow():
     rows_TC = torch.tensor([[0.0, -16.0, -9.0]], device=DEVICE, dtype=torch.float16)
     label_T = torch.tensor([-1], device=DEVICE)
     stats = new_stats(1, torch.float16)
-    KERNELS.accumulate(rows_TC, label_T, 0, stats, IDENTITY)
+    KERNELS.accumulate(rows_TC, Chunk(label_T, 0, IDENTITY), stats)
     for coefficient in (1.0, 60000.0):
         logits = rows_TC.clone()
         softmax_T = torch.tensor([coefficient], device=DEVICE)
         zero_T = torch.zeros(1, device=DEVICE)
         coefficients = RowCoefficients(stats.max_T, softmax_T / stats.sum_exp_T, zero_T, None)
-        KERNELS.gradient_(logits, label_T, 0, coefficients, IDENTITY)
+        KERNELS.gradient_(logits, Chunk(label_T, 0, IDENTITY), coefficients)
         torch.testing.assert_close(logits.double(), coefficient * rows_TC.double().softmax(1), rtol=1e-3, atol=2**-24)
 
 
@@ -134,7 +134,7 @@ def test_minus_infinity(num_classes):
     nothing_TC = torch.full_like(rows_TC, -math.inf)
     stats = new_stats(4, torch.float32)
     for logits, first_class in ((nothing_TC, 10**6), (rows_TC, 0), (nothing_TC, 2 * 10**6)):
-        KERNELS.accumulate(Rows(logits).logits, label_T, first_class, stats, IDENTITY)
+        KERNELS.accumulate(Rows(logits).logits, Chunk(label_T, first_class, IDENTITY), stats)
     assert_close(stats.max_T, rows_TC.double().amax(1), 0.0)
     assert stats.sum_exp_T[1] == 0.0
     live = [0, 2, 3]
@@ -154,11 +154,13 @@ def test_infinity_and_nan_end_in_nan(column, poison):
     stats, clean = new_stats(3, torch.float32), new_stats(3, torch.float32)
     for values_TC, into in ((rows_TC, stats), (clean_TC, clean)):
         for first in (0, 2000):
-            KERNELS.accumulate(Rows(values_TC[:, first : first + 2000]).logits, label_T, first, into, IDENTITY)
+            KERNELS.accumulate(Rows(values_TC[:, first : first + 2000]).logits, Chunk(label_T, first, IDENTITY), into)
     assert stats.sum_exp_T.isnan().tolist() == [False, True, False]
     assert torch.equal(stats.sum_exp_T[::2], clean.sum_exp_T[::2]), "a NaN must stay in its row"
     one_T = torch.ones(3, device=DEVICE)
-    KERNELS.gradient_(rows_TC, label_T, 0, RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, one_T, None), IDENTITY)
+    KERNELS.gradient_(
+        rows_TC, Chunk(label_T, 0, IDENTITY), RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, one_T, None)
+    )
     assert rows_TC[1].isnan().all() and rows_TC[::2].isfinite().all()
 
 
@@ -175,7 +177,7 @@ def test_inactive_rows_are_exact_zeros_and_nan_coefficients_spread(num_classes, 
     zero_T, last_T = torch.zeros(5, device=DEVICE), torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0], device=DEVICE)
     rows = Rows(rows_TC)
     coefficients = RowCoefficients(max_T, softmax_T, last_T, zero_T if with_uniform else None)
-    KERNELS.gradient_(rows.logits, label_T, 0, coefficients, IDENTITY)
+    KERNELS.gradient_(rows.logits, Chunk(label_T, 0, IDENTITY), coefficients)
     rows.assert_guards_untouched()
     assert (rows.logits[:3] == 0.0).all()
     assert rows.logits[3].isnan().all()
@@ -192,7 +194,7 @@ def test_each_coefficient_alone_makes_a_row_active(which):
     lse_T = x_of(rows_TC, SOFTCAP).logsumexp(1)
     expected_TC = expected_gradient(rows_TC, label_T, 0, *values, None, SOFTCAP, lse_T)
     values[0] = (values[0] / torch.exp(lse_T)).float()
-    KERNELS.gradient_(rows_TC, label_T, 0, RowCoefficients(zero_T, *values), SOFTCAP)
+    KERNELS.gradient_(rows_TC, Chunk(label_T, 0, SOFTCAP), RowCoefficients(zero_T, *values))
     assert_close(rows_TC, expected_TC, 1e-6)
 
 
@@ -204,11 +206,13 @@ def test_labels_elsewhere_leave_the_label_logit_alone():
     label_T = torch.tensor([*elsewhere, first_class, first_class + 11], device=DEVICE)
     stats = new_stats(7, torch.float32)
     stats.label_logit_T.fill_(5.0)
-    KERNELS.accumulate(rows_TC, label_T, first_class, stats, IDENTITY)
+    KERNELS.accumulate(rows_TC, Chunk(label_T, first_class, IDENTITY), stats)
     assert stats.label_logit_T.tolist() == [5.0] * 5 + [rows_TC[5, 0].item(), rows_TC[6, 11].item()]
     one_T = torch.ones(7, device=DEVICE)
     before = rows_TC.clone()
-    KERNELS.gradient_(rows_TC, label_T, first_class, RowCoefficients(stats.max_T, 0 * one_T, one_T, None), IDENTITY)
+    KERNELS.gradient_(
+        rows_TC, Chunk(label_T, first_class, IDENTITY), RowCoefficients(stats.max_T, 0 * one_T, one_T, None)
+    )
     hits = torch.zeros_like(before)
     hits[5, 0] = hits[6, 11] = -1.0
     assert torch.equal(rows_TC, hits)
@@ -220,7 +224,7 @@ def test_tiny_softcapped_logits_keep_their_digits():
     transform = LogitTransform(logit_scale=1.0, softcap=2.0)
     for column in range(0, 200, 7):
         stats = new_stats(1, torch.float32)
-        KERNELS.accumulate(rows_TC, torch.tensor([column], device=DEVICE), 0, stats, transform)
+        KERNELS.accumulate(rows_TC, Chunk(torch.tensor([column], device=DEVICE), 0, transform), stats)
         expected = 2.0 * math.tanh(rows_TC[0, column].item() / 2.0)
         assert stats.label_logit_T.item() == pytest.approx(expected, rel=1e-6)
 
@@ -228,7 +232,7 @@ def test_tiny_softcapped_logits_keep_their_digits():
 def test_softcap_saturates_at_infinite_logits():
     rows_TC = torch.tensor([[math.inf, -math.inf, 0.5]], device=DEVICE)
     stats = new_stats(1, torch.float32)
-    KERNELS.accumulate(rows_TC, torch.tensor([1], device=DEVICE), 0, stats, LogitTransform(softcap=3.0))
+    KERNELS.accumulate(rows_TC, Chunk(torch.tensor([1], device=DEVICE), 0, LogitTransform(softcap=3.0)), stats)
     assert stats.max_T.item() == 3.0 and stats.label_logit_T.item() == -3.0
     assert stats.sum_exp_T.item() == pytest.approx(1 + math.exp(-6.0) + math.exp(3 * math.tanh(0.5 / 3) - 3), rel=1e-6)
 
@@ -238,8 +242,10 @@ def test_empty_chunks_do_nothing(shape):
     stats = new_stats(shape[0], torch.float32)
     logits_TC = torch.empty(shape, device=DEVICE)
     label_T = torch.zeros(shape[0], device=DEVICE, dtype=torch.int64)
-    KERNELS.accumulate(logits_TC, label_T, 0, stats, IDENTITY)
-    KERNELS.gradient_(logits_TC, label_T, 0, RowCoefficients(stats.max_T, *[stats.sum_exp_T] * 2, None), IDENTITY)
+    KERNELS.accumulate(logits_TC, Chunk(label_T, 0, IDENTITY), stats)
+    KERNELS.gradient_(
+        logits_TC, Chunk(label_T, 0, IDENTITY), RowCoefficients(stats.max_T, *[stats.sum_exp_T] * 2, None)
+    )
     assert (stats.sum_exp_T == 0.0).all()
 
 
@@ -252,11 +258,11 @@ def test_rows_beyond_2_to_the_31_elements():
     logits_TC.copy_(rows_TC)
     label_T = torch.tensor([4, 5, 6], device=DEVICE)
     stats = new_stats(3, torch.bfloat16)
-    KERNELS.accumulate(logits_TC, label_T, 0, stats, IDENTITY)
+    KERNELS.accumulate(logits_TC, Chunk(label_T, 0, IDENTITY), stats)
     assert_close(stats.max_T.double() + stats.sum_exp_T.double().log(), rows_TC.double().logsumexp(1), 1e-6)
     one_T = torch.ones(3, device=DEVICE)
     coefficients = RowCoefficients(stats.max_T, one_T / stats.sum_exp_T, one_T, None)
-    KERNELS.gradient_(logits_TC, label_T, 0, coefficients, IDENTITY)
+    KERNELS.gradient_(logits_TC, Chunk(label_T, 0, IDENTITY), coefficients)
     expected_TC = rows_TC.double().softmax(1)
     expected_TC[range(3), label_T] -= 1.0
     assert_close(logits_TC, expected_TC, ROUNDING[torch.bfloat16] + 5e-7)
@@ -267,13 +273,15 @@ def test_repeats_bit_for_bit():
     label_T = random_labels(4, 9001)
     first, second = new_stats(4, torch.bfloat16), new_stats(4, torch.bfloat16)
     for stats in (first, second):
-        KERNELS.accumulate(rows_TC, label_T, 0, stats, IDENTITY)
+        KERNELS.accumulate(rows_TC, Chunk(label_T, 0, IDENTITY), stats)
     assert torch.equal(first.max_T, second.max_T) and torch.equal(first.sum_exp_T, second.sum_exp_T)
 
 
 def test_wrong_layouts_are_refused():
     stats, label_T = new_stats(4, torch.float32), torch.zeros(4, device=DEVICE, dtype=torch.int64)
     with pytest.raises(AssertionError, match="unit stride"):
-        KERNELS.accumulate(torch.zeros(6, 4, device=DEVICE).t(), label_T, 0, stats, IDENTITY)
+        KERNELS.accumulate(torch.zeros(6, 4, device=DEVICE).t(), Chunk(label_T, 0, IDENTITY), stats)
     with pytest.raises(AssertionError, match="contiguous"):
-        KERNELS.accumulate(torch.zeros(4, 6, device=DEVICE), label_T.repeat_interleave(2)[::2], 0, stats, IDENTITY)
+        KERNELS.accumulate(
+            torch.zeros(4, 6, device=DEVICE), Chunk(label_T.repeat_interleave(2)[::2], 0, IDENTITY), stats
+        )

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
 
-from loongforge.kernels.interface import LogitTransform, RowCoefficients, RowStats  # noqa: E402
+from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats  # noqa: E402
 from loongforge.kernels.triton_rows import TritonRowKernels  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,7 +120,7 @@ def check_accumulate(rows_TC, label_T, transform, class_weight_C, weighted, alig
         piece = slice(first, min(num_classes, first + (chunk or num_classes)))
         rows = Rows(rows_TC[:, piece], aligned)
         weight_C = None if class_weight_C is None else class_weight_C[piece].contiguous()
-        KERNELS.accumulate(rows.logits, label_T, first, stats, transform, weight_C)
+        KERNELS.accumulate(rows.logits, Chunk(label_T, first, transform, weight_C), stats)
         assert torch.equal(rows.logits, rows_TC[:, piece]), "accumulate must only read the logits"
         rows.assert_guards_untouched()
     bar = 1e-14 if dtype == torch.float64 else 1e-6
@@ -146,7 +146,7 @@ def check_gradient(rows_TC, label_T, first_class, stats, transform, uniform_T, c
     expected_TC = expected_gradient(rows_TC, *args)
     rows = Rows(rows_TC, aligned)
     coefficients = RowCoefficients(stats.max_T, softmax_T / stats.sum_exp_T, onehot_T, uniform_T)
-    KERNELS.gradient_(rows.logits, label_T, first_class, coefficients, transform, class_weight_C)
+    KERNELS.gradient_(rows.logits, Chunk(label_T, first_class, transform, class_weight_C), coefficients)
     rows.assert_guards_untouched()
     bar = ROUNDING[rows_TC.dtype] + (0 if rows_TC.dtype == torch.float64 else 5e-7)
     assert_close(rows.logits, expected_TC, bar)
