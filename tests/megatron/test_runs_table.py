@@ -1,0 +1,68 @@
+"""The table of models and layouts in docs/megatron_runs.md: every command in it selects tests."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+
+import pytest
+from _pytest.mark.expression import Expression
+
+from tests.megatron.launching import ROOT
+from tests.megatron.matrix import UNPACKED, full
+
+PAGE = ROOT / "docs" / "megatron_runs.md"
+SHORT = {"entries": "tests/megatron/test_entries.py", "hook": "tests/megatron/test_hook.py"}
+
+
+def table() -> list[list[str]]:
+    """Cells of the rows that say what happens with a model or a layout."""
+    text = PAGE.read_text().split("## Models and layouts")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def commands() -> list[str]:
+    return sorted({command for *_, cell in table() for command in re.findall(r"`([^`]+)`", cell)})
+
+
+def test_names(path: str) -> list[str]:
+    functions = (node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef))
+    return [f"{path}::{node.name}" for node in functions if node.name.startswith("test_")]
+
+
+test_names.__test__ = False
+
+
+def selected(command: str) -> list[str]:
+    """What the command's file and -k expression select; a name stands for all its parameters."""
+    words = shlex.split(command)
+    if words[0] == "matrix":
+        names, expression = [row.name for row in full(UNPACKED[-1])], words[1]
+    elif words[0] in SHORT:
+        names, expression = test_names(SHORT[words[0]]), words[1]
+    else:
+        assert words[0] == "pytest", command
+        path = words[1]
+        files = sorted((ROOT / path).rglob("test_*.py")) if (ROOT / path).is_dir() else [ROOT / path]
+        names = [name for file in files for name in test_names(str(file.relative_to(ROOT)))]
+        expression = words[words.index("-k") + 1] if "-k" in words else "test"
+    compiled = Expression.compile(expression)
+    return [name for name in names if compiled.evaluate(lambda part, **_: part.lower() in name.lower())]
+
+
+def test_every_row_has_a_command_or_says_that_it_was_not_run():
+    rows = table()
+    assert len(rows) >= 20
+    for name, happens, seen, command in rows:
+        assert happens and (re.search("`.+`", command) or seen == "not run"), name
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_selects_tests(command):
+    assert selected(command)
+
+
+def test_an_unknown_name_selects_nothing():
+    assert not selected("matrix no_such_layout") and not selected("hook no_such_test")
