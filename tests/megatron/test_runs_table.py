@@ -49,7 +49,11 @@ def selected(command: str) -> list[str]:
         names = [name for file in files for name in test_names(str(file.relative_to(ROOT)))]
         expression = words[words.index("-k") + 1] if "-k" in words else "test"
     compiled = Expression.compile(expression)
-    return [name for name in names if compiled.evaluate(lambda part, **_: part.lower() in name.lower())]
+
+    def matches(name: str) -> bool:
+        return compiled.evaluate(lambda part, **_: part.lower() in name.lower())
+
+    return list(filter(matches, names))
 
 
 def test_every_row_has_a_command_or_says_that_it_was_not_run():
