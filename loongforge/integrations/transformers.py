@@ -7,10 +7,12 @@
     output = model(input_ids, labels=labels, return_logits=True)
     model.generate(...)                                    # without labels nothing changes
 
-No code of a family is copied.  The model's own forward runs as it is, told of no labels; its output layer, which knows
-them, computes the loss from the hidden states it gets and hands back logits of width 0, on which the family's scale and
-softcap are spent in vain.  So the loss is computed where the output layer's weight is (gathered) in any case.
+No code of a family is copied.  The model's own forward runs as it is.  Its output layer, told of the labels, computes
+the loss from the hidden states it gets and hands back logits of width 0, on which the family's scale and softcap are
+spent in vain; where the model then asks for the loss of its logits, it gets that one (and adds what it has to add, such
+as the loss of a router).  So the loss is computed where the output layer's weight is (gathered) in any case.
 Model and output layer change their class to a subclass of the same name, as FSDP2 does; copies and replicas follow.
+Where something else needs the logits (:mod:`loongforge.integrations.hooks`), the loss is computed from them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from loongforge.integrations.peft import LoraHead, is_lora_layer
+from loongforge.cross_entropy import cross_entropy
+from loongforge.integrations.hooks import is_moved_by_accelerate, name_of, rebind_old_forward
+from loongforge.integrations.peft import LoraHead, is_lora_layer, logits_users, output_layers
 from loongforge.loss import build_options, linear_cross_entropy
 
 if importlib.util.find_spec("transformers") is None:
@@ -46,31 +51,37 @@ class Family:
 _PLAIN = Family()
 _SOFTCAP = Family(softcap=lambda model: model.config.final_logit_softcapping)
 _SCALED = Family(logit_scale=lambda model: model.logit_scale)
+_DIVIDED = Family(logit_scale=lambda model: 1.0 / model.config.logits_scaling)
+_PLAIN_NAMES = """
+Apertus Arcee DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Gemma Glm Glm4 Glm4Moe GPTNeoX GptOss Helium HunYuanDenseV1
+Llama Ministral Ministral3 Mistral Mixtral Nemotron Olmo Olmo2 Olmo3 Olmoe Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe
+SeedOss SmolLM3 StableLm Starcoder2
+"""
 FAMILIES = {
-    "LlamaForCausalLM": _PLAIN,
-    "MistralForCausalLM": _PLAIN,
-    "Qwen2ForCausalLM": _PLAIN,
-    "Qwen3ForCausalLM": _PLAIN,
-    "GemmaForCausalLM": _PLAIN,
+    **{f"{name}ForCausalLM": _PLAIN for name in _PLAIN_NAMES.split()},
+    "GPT2LMHeadModel": _PLAIN,
     "Gemma2ForCausalLM": _SOFTCAP,
     "Gemma3ForCausalLM": _SOFTCAP,
-    "GraniteForCausalLM": Family(logit_scale=lambda model: 1.0 / model.config.logits_scaling),
+    "GraniteForCausalLM": _DIVIDED,
+    "GraniteMoeForCausalLM": _DIVIDED,
     "CohereForCausalLM": _SCALED,
     "Cohere2ForCausalLM": _SCALED,
 }
 
 
-def fuse_loss(model: nn.Module, **options: Any) -> nn.Module:
+def fuse_loss(model: nn.Module, *, eval_logits: bool = False, **options: Any) -> nn.Module:
     """Make ``model(..., labels=...)`` compute its loss without logits; returns ``model``, changed in place.
 
     Args:
         model: a causal language model of transformers of one of the :data:`FAMILIES`, or a PeftModel around one.
+        eval_logits: in eval mode return logits beside the loss, for ``compute_metrics`` of ``Trainer``.
         **options: fields of :class:`loongforge.LossOptions` that the model does not determine itself, such as
             ``logits_budget_mb``, ``compact_tokens`` or ``z_loss_weight``.
 
     The labels are shifted, ``shift_labels`` and ``num_items_in_batch`` are used and -100 is ignored as in transformers'
     own loss.  Two things differ: with no valid token the loss is 0 instead of NaN, and ``output.logits`` is None unless
-    ``return_logits=True`` is passed to the call.
+    ``return_logits=True`` is passed to the call.  A call that returns logits computes its loss from them; so does, with
+    a warning, one whose output layer has a hook that sees them.
 
     Raises:
         NotImplementedError: another family, a forward or a loss that someone replaced, an output layer that is no plain
@@ -84,50 +95,56 @@ def fuse_loss(model: nn.Module, **options: Any) -> nn.Module:
     if taken:
         raise ValueError(f"{', '.join(taken)} follow from the model and its arguments and cannot be given")
     family = _family_of(causal_lm)
-    head = causal_lm.get_output_embeddings()
-    _check_head(head, causal_lm)
+    layers = output_layers(causal_lm.get_output_embeddings())
+    for layer in layers:
+        _check_head(layer, causal_lm)
     build_options({**options, **_transform(family, causal_lm)})
-    causal_lm._loongforge = _Settings(family, options)
-    model_class: Any = type(causal_lm)
-    head_class: Any = type(head)
-    causal_lm.__class__ = _fused_model_class(model_class)
-    head.__class__ = _fused_head_class(head_class)
+    causal_lm._loongforge = _Settings(eval_logits, options)
+    _change_class(causal_lm, _fused_model_class)
+    for layer in layers:
+        _change_class(layer, _fused_head_class)
     return model
 
 
 def unfuse_loss(model: nn.Module) -> nn.Module:
     """Undo :func:`fuse_loss`; returns ``model``."""
     causal_lm = _causal_lm(model)
-    if type(causal_lm).__mro__[1] is not _FusedModel:
-        raise ValueError(f"fuse_loss was not called on this {type(causal_lm).__name__}, or it was wrapped since")
+    fused = [module for module in causal_lm.modules() if isinstance(module, (_FusedModel, _FusedHead))]
+    for module in fused or [causal_lm]:
+        if type(module).__bases__[0] not in (_FusedModel, _FusedHead):
+            raise ValueError(f"fuse_loss was not called on this {type(module).__name__}, or it was wrapped since")
     del causal_lm._loongforge
-    causal_lm.__class__ = type(causal_lm).__mro__[2]
-    for module in causal_lm.modules():
-        if isinstance(module, _FusedHead):
-            module.__class__ = type(module).__mro__[2]
+    for module in fused:
+        _change_class(module, lambda fused: fused.__bases__[1])
     return model
+
+
+def _change_class(module: Any, changed: Callable[[Any], type]) -> None:
+    module.__class__ = changed(module.__class__)
+    rebind_old_forward(module)
 
 
 @dataclass(frozen=True)
 class _Settings:
-    family: Family
+    eval_logits: bool
     options: dict[str, Any]
 
 
 @dataclass
 class _Request:
-    """What a labelled forward asks its output layer for, and what it gets."""
+    """A labelled forward's loss: what it is computed from, and where the output layer puts it."""
 
     labels: torch.Tensor
-    shift_labels: torch.Tensor | None
-    num_items: torch.Tensor | int | None
+    arguments: dict[str, Any]
+    """Those of the forward that are the loss's, by transformers' names."""
     options: dict[str, Any]
-    return_logits: bool
+    from_logits: bool
     loss: torch.Tensor | None = None
+    is_asked_for: bool = False
 
     def target(self, hidden: torch.Tensor) -> torch.Tensor:
         """Each position's next label, as ``transformers.loss.loss_utils.ForCausalLMLoss`` has it."""
-        shifted = self.shift_labels
+        shifted = self.arguments.get("shift_labels")
         if shifted is None:
             ignored = self.options["ignore_index"]
             shifted = nn.functional.pad(self.labels, (0, 1), value=ignored)[..., 1:]
@@ -138,58 +155,125 @@ class _Request:
             )
         return shifted.to(hidden.device)
 
-    def answer(self, hidden: torch.Tensor, weight: torch.Tensor, **tensors: Any) -> None:
-        num_items = self.num_items
-        if isinstance(num_items, torch.Tensor):
-            num_items = num_items.to(hidden.device)
-        self.loss = linear_cross_entropy(
-            hidden, weight, self.target(hidden), normalizer=num_items, **tensors, **self.options
-        )
+    def normalizer(self, hidden: torch.Tensor) -> torch.Tensor | int | None:
+        items = self.arguments.get("num_items_in_batch")
+        return items.to(hidden.device) if isinstance(items, torch.Tensor) else items
+
+    def answer(self, hidden: torch.Tensor, weight: torch.Tensor, **tensors: Any) -> torch.Tensor:
+        """Compute the loss; returns logits of width 0.
+
+        Both come out of one autograd node, so that backward passes through the output layer's output before it needs
+        the weight: there FSDP2 gathers it.
+        """
+        target, normalizer = self.target(hidden), self.normalizer(hidden)
+        loss = linear_cross_entropy(hidden, weight, target, normalizer=normalizer, **tensors, **self.options)
+        split: Any = torch.split_with_sizes_copy
+        self.loss, empty = split(loss.reshape(1), [1, 0])
+        return empty.reshape(*hidden.shape[:-1], 0)
+
+    def loss_of(self, logits: torch.Tensor, labels: Any = None, vocab_size: Any = None, **arguments: Any) -> Any:
+        """In place of the model's ``loss_function``."""
+        pairs = [(arguments.get(name), self.arguments.get(name)) for name in _LOSS_ARGUMENTS]
+        if not all(a is b or (isinstance(a, (int, float)) and a == b) for a, b in [(labels, self.labels), *pairs]):
+            raise RuntimeError("the model changed labels or arguments of the loss on their way: call unfuse_loss")
+        self.is_asked_for = True
+        if self.from_logits:
+            if torch.compiler.is_compiling():
+                torch._dynamo.graph_break(msg="fuse_loss computes this loss from logits, which takes two graphs")
+            options = {name: value for name, value in self.options.items() if name not in _OF_HIDDEN_STATES}
+            return cross_entropy(logits, self.target(logits), normalizer=self.normalizer(logits), **options)
+        if self.loss is None:
+            raise RuntimeError("the model asks for a loss, but its output layer, which computes it, was not called")
+        return self.loss.reshape(()) + logits.sum()  # of nothing
 
 
-class _FusedModel:
+_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels", "ignore_index")
+_OF_HIDDEN_STATES = ("softcap", "logit_scale", "logits_budget_mb", "compact_tokens")
+"""Options that logits have behind them, or that change no value."""
+
+
+class _Fused:
+    """A fused class has two bases, one of these and the class that the object had, and is made anew where it loads."""
+
+    _request: _Request | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        state: Any = super().__reduce_ex__(protocol)[2:]
+        kind, original = type(self).__bases__
+        return (_empty_object, (kind is _FusedModel, original), *state)
+
+
+class _FusedModel(_Fused):
     """First base of a fused model's class; the second is the class it had."""
 
 
-class _FusedHead:
+class _FusedHead(_Fused):
     """First base of a fused output layer's class; the second is the class it had."""
 
-    _request: _Request | None = None
+
+def _empty_object(is_model: bool, original: Any) -> Any:
+    cls: Any = (_fused_model_class if is_model else _fused_head_class)(original)
+    return cls.__new__(cls)
 
 
 @functools.cache
 def _fused_model_class(original: Any) -> type:
     @functools.wraps(original.forward)
-    def forward(self, *args, return_logits: bool = False, return_dict: bool | None = None, **kwargs):
+    def forward(self, *args, return_logits: bool | None = None, **kwargs):
         if kwargs.get("labels") is None and len(args) > 1:
             kwargs, args = _by_name(original, args, kwargs), ()
-        labels = kwargs.pop("labels", None)
-        if labels is None:
-            return original.forward(self, *args, **kwargs, return_dict=return_dict)
-        head = self.get_output_embeddings()
-        if not isinstance(head, _FusedHead):
-            raise NotImplementedError(
-                f"the output layer was replaced by a {type(head).__name__} after fuse_loss: call unfuse_loss and then "
-                "fuse_loss once more"
-            )
-        settings = self._loongforge
-        options = {**settings.options, **_transform(settings.family, self)}
-        options["ignore_index"] = kwargs.pop("ignore_index", -100)
-        items = kwargs.pop("num_items_in_batch", None)
-        request = _Request(labels, kwargs.pop("shift_labels", None), items, options, return_logits)
-        head._request = request
+        settings = self.__dict__.get("_loongforge")
+        if kwargs.get("labels") is None or settings is None:
+            return original.forward(self, *args, **kwargs)
+        if return_logits is None:
+            return_logits = settings.eval_logits and not self.training
+        request, layers = _prepare(self, FAMILIES[original.__name__], settings.options, kwargs, return_logits)
+        return_dict = kwargs.pop("return_dict", None)
+        self._request = request
+        for layer in layers:
+            layer._request = None if request.from_logits else request
         try:
             output = original.forward(self, *args, **kwargs, return_dict=True)
         finally:
-            head._request = None
-        if request.loss is None:
-            raise RuntimeError(f"{original.__name__}.forward did not call its output layer, which computes the loss")
-        logits = output.logits if return_logits else None
-        output = type(output)(**{**output, "loss": request.loss, "logits": logits})
+            for module in (self, *layers):
+                module._request = None
+        if not request.is_asked_for:
+            raise RuntimeError(f"{original.__name__}.forward was replaced: it did not ask for the loss of its logits")
         wants_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if wants_dict else output.to_tuple()
+        if not wants_dict:  # whose places stay what they are
+            return tuple(None if name == "logits" and not return_logits else output[name] for name in output)
+        return output if return_logits else type(output)(**{**output, "logits": None})
 
-    return _subclass(_FusedModel, original, forward)
+    own_loss = original.loss_function.fget
+
+    def loss_function(self):
+        """transformers' own, except inside a fused forward."""
+        return own_loss(self) if self._request is None else self._request.loss_of
+
+    loss = property(loss_function, original.loss_function.fset)
+    return _subclass(_FusedModel, original, forward=forward, loss_function=loss)
+
+
+def _prepare(model: Any, family: Family, options: dict, kwargs: dict, return_logits: bool) -> tuple[_Request, list]:
+    """What a forward with these arguments asks for, and the output layers that may be called."""
+    _check_loss(model)
+    head = model.get_output_embeddings()
+    layers = output_layers(head)
+    if not all(isinstance(layer, _FusedHead) for layer in layers):
+        raise NotImplementedError(
+            f"the output layer was replaced by a {type(head).__name__} after fuse_loss: call unfuse_loss and then "
+            "fuse_loss once more"
+        )
+    user = next(logits_users(head), None)
+    if user is not None and not return_logits and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"this loss is computed from logits and not fused, since {user} acts on the output layer: remove it to "
+            "have the loss fused",
+            stacklevel=3,
+        )
+    arguments = {name: kwargs[name] for name in _LOSS_ARGUMENTS if name in kwargs}
+    options = {**options, **_transform(family, model), "ignore_index": arguments.get("ignore_index", -100)}
+    return _Request(kwargs["labels"], arguments, options, return_logits or user is not None), layers
 
 
 @functools.cache
@@ -206,19 +290,15 @@ def _fused_head_class(original: Any) -> type:
                 "adapter_names, which the fused loss does not know: call unfuse_loss(model) before, or leave them out"
             )
         if is_lora_layer(self):
-            LoraHead(self).answer(request, hidden)
-        else:
-            request.answer(hidden, self.weight, bias=self.bias)
-        if request.return_logits:
-            return original.forward(self, hidden, *args, **kwargs)
-        return hidden.new_empty((*hidden.shape[:-1], 0))
+            return LoraHead(self).answer(request, hidden)
+        return request.answer(hidden, self.weight, bias=self.bias)
 
-    return _subclass(_FusedHead, original, forward)
+    return _subclass(_FusedHead, original, forward=forward)
 
 
-def _subclass(first: type, original: Any, forward: Callable) -> type:
+def _subclass(first: type, original: Any, **members: Any) -> type:
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original)(original.__name__, (first, original), {**names, "forward": forward})
+    return type(original)(original.__name__, (first, original), {**names, **members})
 
 
 def _by_name(original: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -246,8 +326,9 @@ def _family_of(model: Any) -> Family:
     name = cls.__name__
     if name not in FAMILIES or not cls.__module__.startswith("transformers.models."):
         raise NotImplementedError(
-            f"fuse_loss knows {', '.join(FAMILIES)} of transformers, got {cls.__module__}.{name}: use "
-            "loongforge.linear_cross_entropy on its hidden states and output layer"
+            f"fuse_loss does not know {cls.__module__}.{name}: it takes transformers' own {', '.join(FAMILIES)}, "
+            "before DDP, fully_shard or torch.compile wraps them; otherwise use loongforge.linear_cross_entropy on "
+            "hidden states and output layer"
         )
     _check_own_forward(name, model)
     function = inspect.unwrap(cls.forward)
@@ -255,24 +336,36 @@ def _family_of(model: Any) -> Family:
         raise NotImplementedError(
             f"{name}.forward was replaced by {function.__module__}: undo that, two fused losses cannot share a model"
         )
-    loss = getattr(model.loss_function, "__name__", repr(model.loss_function))
-    if loss != "ForCausalLMLoss":
-        raise NotImplementedError(f"{name} computes its loss with {loss}, expected transformers' ForCausalLMLoss")
+    _check_loss(model)
     return FAMILIES[name]
+
+
+def _check_loss(model: Any) -> None:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    loss = model.loss_function
+    if loss is not ForCausalLMLoss:
+        raise NotImplementedError(
+            f"{type(model).__name__} computes its loss with {name_of(loss)}, which is not transformers' own "
+            "ForCausalLMLoss"
+        )
 
 
 def _check_own_forward(name: str, module: nn.Module) -> None:
     """A forward that was put on the object itself (Liger's patches, accelerate's hooks) hides that of its class."""
     replaced = vars(module).get("forward")
-    if replaced is not None:
-        origin = getattr(replaced, "__module__", type(replaced).__name__)
+    if replaced is not None and not is_moved_by_accelerate(module):
         raise NotImplementedError(
-            f"{name}.forward of this object was replaced by {origin}: call fuse_loss before whatever replaces it, or "
-            "undo that"
+            f"{name}.forward of this object was replaced by {name_of(replaced)}: call fuse_loss before whatever "
+            "replaces it, or undo that"
         )
 
 
 def _check_head(head: nn.Module, model: Any) -> None:
+    if isinstance(head, _FusedHead):
+        raise ValueError(
+            "the output layer is shared with a model that fuse_loss was called on: unfuse_loss(that) first"
+        )
     _check_own_forward(f"the output layer's {type(head).__name__}", head)
     if is_lora_layer(head):
         head = LoraHead(head).base_layer
