@@ -68,11 +68,12 @@ def datasets(num_samples, vp_stage=None):
 datasets.is_distributed = True  # every rank makes its own
 
 
-def forward_step(data_iterator, model):
-    """One micro-batch: (loss of each token, what to do with it)."""
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    """One micro-batch: (loss of each token or, for the combined schedule of MoE, its plan; what to do with the loss)."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
     extra = {"loss_mask": batch["loss_mask"]} if get_args().mtp_num_layers else {}
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **extra)
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    losses = forward(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **extra)
     return losses, partial(loss_sum, batch["loss_mask"])
 
 

@@ -23,8 +23,11 @@ class Row:
     ep: int = 1  # of the dp ranks
     experts: int = 0
     mtp: int = 0
+    detach: bool = False  # MTP heads do not train the output layer
     mup: bool = False
     bf16: bool = False
+    fp16: bool = False  # with a loss scale
+    low_grads: bool = False  # main_grad in the dtype of the weights
     dist_opt: bool = False  # distributed optimizer with overlapped gather and reduce
     per_token: bool = False
     accumulation_fusion: bool = False
@@ -34,6 +37,11 @@ class Row:
     def world(self) -> int:
         """Processes this row needs."""
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def low(self) -> bool:
+        """Whether it trains in less than fp32."""
+        return self.bf16 or self.fp16
 
     @property
     def name(self) -> str:
@@ -59,6 +67,8 @@ def full(version: str) -> list[Row]:
         rows += [Row(model=model, tied=tied, mup=True) for model in ("gpt", "hybrid") for tied in (False, True)]
         rows += [Row(mup=True, mtp=1), Row(mup=True, bf16=True, tp=2, sp=True)]
         rows += [Row(model="hybrid", mtp=2), Row(model="hybrid", tied=True, mtp=1, tp=2, sp=True)]
+    if version == "0.19.2":
+        rows += [Row(tied=tied, mtp=1, detach=True, accumulation_fusion=tied) for tied in (False, True)]
     return rows
 
 
@@ -70,6 +80,9 @@ def fast(version: str) -> list[Row]:
 _LAYOUTS = (
     {},
     {"bf16": True},
+    {"fp16": True},
+    {"bf16": True, "low_grads": True},
+    {"bf16": True, "low_grads": True, "accumulation_fusion": True},
     {"per_token": True},
     {"dist_opt": True},
     {"accumulation_fusion": True},
@@ -108,9 +121,15 @@ _FAST = {
         Row(recompute=True),
     ],
     "0.17.1": [Row(mup=True, tied=True), Row(model="hybrid", per_token=True)],
-    "0.18.2": [Row(model="hybrid", mtp=1, dist_opt=True), Row(tied=True, mtp=1, accumulation_fusion=True)],
+    "0.18.2": [
+        Row(fp16=True),
+        Row(bf16=True, low_grads=True, accumulation_fusion=True),
+        Row(model="hybrid", mtp=1, dist_opt=True),
+        Row(tied=True, mtp=1, accumulation_fusion=True),
+    ],
     "0.19.2": [
         Row(mup=True, mtp=1),
+        Row(mtp=1, detach=True),
         Row(model="hybrid", bf16=True),
         Row(tp=2, sp=True, tied=True, mtp=1),
         Row(model="hybrid", tp=2),

@@ -73,7 +73,7 @@ def check_gradients(row: Row, rank: dict) -> None:
     unused = ["output_layer.weight"] if row.tied and row.mtp and row.pp > 1 and rank["last_stage"] else []
     assert rank["zero_grads"] == unused
     for name, error in rank["grad_errors"].items():
-        if not row.bf16:
+        if not row.low:
             assert error["fused"] <= STEP_1_GRADIENT, name
         elif name.startswith(HEAD_EMBEDDING_FIRST_LAYER):
             assert error["unfused"] > 0, name
@@ -93,7 +93,7 @@ def check_losses(version: str, row: Row, rank: dict) -> None:
     truth, unfused, fused = (rank["losses"][name] for name in ("truth", "unfused", "fused"))
     assert len(fused) == len(unfused) == len(truth) == 20
     assert truth[-1] < truth[0] - 0.3, "nothing was learnt"
-    if row.bf16:
+    if row.low:
         off = [fmean(abs(a - b) / b for a, b in zip(losses, truth, strict=True)) for losses in (fused, unfused)]
         assert off[0] <= 2 * off[1]
         return

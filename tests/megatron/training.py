@@ -41,6 +41,7 @@ except ImportError:  # up to 0.17
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 32, 2, 2
 VOCABULARY, HIDDEN = 512, 32
 STEPS = 20
+LOSS_SCALE = 2.0**12  # of fp16 runs
 LINEAR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
 
 
@@ -98,6 +99,7 @@ def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         attention_softmax_in_fp32=True,
@@ -111,6 +113,7 @@ def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
         recompute_granularity="full" if row.recompute else None,
         recompute_method="uniform" if row.recompute else None,
         recompute_num_layers=1 if row.recompute else None,
+        **({"mtp_detach_heads": True} if row.detach else {}),
         **experts,
         **mup,
         **fusion,
@@ -237,12 +240,12 @@ def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
     if row.pp == 1:
         _evaluate(bare[0], row, run)
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not row.low_grads,
         overlap_grad_reduce=row.dist_opt,
         use_distributed_optimizer=row.dist_opt,
         overlap_param_gather=row.dist_opt,
     )
-    models = [Float16Module(config, model) if dtype == torch.bfloat16 else model for model in bare]
+    models = [Float16Module(config, model) if dtype != torch.float32 else model for model in bare]
     models = [DistributedDataParallel(config, ddp, model) for model in models]
     settings = OptimizerConfig(
         optimizer="adam",
@@ -250,11 +253,15 @@ def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
         weight_decay=0.0,
         clip_grad=1.0,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        initial_loss_scale=LOSS_SCALE,
         params_dtype=dtype,
         use_distributed_optimizer=row.dist_opt,
         overlap_param_gather=row.dist_opt,
     )
     optimizer = get_megatron_optimizer(settings, models)
+    config.grad_scale_func = optimizer.scale_loss if dtype == torch.float16 else None
+    scale = LOSS_SCALE if dtype == torch.float16 else 1.0
     schedule, iterators = get_forward_backward_func(), [batches() for _ in models]
     for step in range(STEPS):
         for model in models:
@@ -274,7 +281,7 @@ def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
         if step == 0:
             run.logits_sized = watch.found
             run.grads = {
-                f"{stage}.{name}" if stage else name: parameter.main_grad.clone()
+                f"{stage}.{name}" if stage else name: parameter.main_grad.float() / scale
                 for stage, model in enumerate(bare)
                 for name, parameter in model.named_parameters()
             }

@@ -62,10 +62,11 @@ def measure(row: Row) -> dict:
     )
     try:
         truth = train(row, torch.float32)
-        baseline = train(row, torch.bfloat16) if row.bf16 else truth
+        dtype = torch.bfloat16 if row.bf16 else torch.float16 if row.fp16 else torch.float32
+        baseline = train(row, dtype) if row.low else truth
         counters = loongforge.megatron.counters
         before = counters.fused, counters.materialized
-        fused = train(row, torch.bfloat16 if row.bf16 else torch.float32, **LINEAR)
+        fused = train(row, dtype, **LINEAR)
         return {
             "last_stage": parallel_state.is_pipeline_last_stage(),
             "fused": counters.fused - before[0],
