@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import loongforge
 from loongforge import LossOptions, dispatch, env, linear_cross_entropy
 from loongforge.kernels.interface import RowKernels
 from loongforge.kernels.reference import reference_loss
@@ -40,7 +41,10 @@ def examine() -> dict[str, Any]:
         "devices": [_device(device) for device in _devices()],
         "megatron": _megatron(),
     }
-    problems = [f"{device['device']}: {device['error']}" for device in report["devices"] if "error" in device]
+    problems = env.problems()
+    for device in report["devices"]:
+        if "error" in device and not any(problem in device["error"] for problem in problems):
+            problems.append(f"{device['device']}: {device['error']}")
     problems += [f"{name} is no variable of loongforge{hint}" for name, hint in report["unknown_variables"].items()]
     if "error" in report["megatron"]:
         problems.append(f"megatron: {report['megatron']['error']}")
@@ -89,6 +93,8 @@ def _describe_self_test(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _version(name: str) -> str | None:
+    if name == "loongforge":
+        return loongforge.__version__  # of the package that runs: a checkout need not be installed
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -207,5 +213,7 @@ def _megatron() -> dict[str, str]:
         if not was_installed:
             hook.uninstall()
     except Exception as error:  # a broken installation is for the report to tell
-        return {"error": str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"}
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        return {"error": f"{kind}{error}{cause}"}
     return {"status": f"fits megatron-core {version}: {fitted}"}

@@ -15,8 +15,8 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Literal
 
 from loongforge.options import IMPLEMENTATIONS, check_budget
@@ -53,9 +53,9 @@ def implementation() -> str:
 def vocab_split_size(impl: str, direction: Direction) -> int | None:
     """Chunk width asked for by ``LCE_<IMPL>_<FWD|BWD>_VOCAB_SPLIT_SIZE``, else by the common variable, else None."""
     for name in (f"LCE_{impl.upper()}_{direction}_VOCAB_SPLIT_SIZE", f"LCE_{direction}_VOCAB_SPLIT_SIZE"):
-        text = _get(name)
-        if text is not None:
-            return _whole_number(name, text, at_least=1)
+        width = _split_size(name)
+        if width is not None:
+            return width
     return None
 
 
@@ -92,14 +92,21 @@ def set_variables(texts: Mapping[str, str]) -> None:
 
 def check() -> None:
     """``ValueError`` for a variable with a bad value, before the call that would read it."""
-    implementation()
-    logits_budget_mb()
-    for name in _SPLIT:
-        text = _get(name)
-        if text is not None:
-            _whole_number(name, text, at_least=1)
-    for name in ("LCE_CHECK_LABELS", "LCE_CHECK_RANKS"):
-        _flag(name)
+    for problem in problems():
+        raise ValueError(problem)
+
+
+def problems() -> list[str]:
+    """Everything that is wrong with the values that are set, whether or not a call here would read them."""
+    readers: list[Callable[[], object]] = [implementation, logits_budget_mb, check_labels, check_ranks]
+    readers += [partial(_flag, "LCE_FORCE_GENERIC"), *(partial(_split_size, name) for name in _SPLIT)]
+    found: dict[str, None] = {}
+    for read in readers:
+        try:
+            read()
+        except ValueError as error:
+            found[str(error)] = None
+    return [*found]
 
 
 def in_force() -> dict[str, str]:
@@ -131,13 +138,16 @@ def _flag(name: str) -> bool:
     raise ValueError(f"{name} must be 0 or 1, got {text!r}")
 
 
-def _whole_number(name: str, text: str, at_least: int) -> int:
+def _split_size(name: str) -> int | None:
+    text = _get(name)
+    if text is None:
+        return None
     try:
         value = int(text)
     except ValueError:
-        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {text!r}") from None
-    if value < at_least:
-        raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value}")
+        raise ValueError(f"{name} must be a whole number of at least 1, got {text!r}") from None
+    if value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value}")
     return value
 
 

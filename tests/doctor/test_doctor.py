@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from loongforge import arch, call, cli, dispatch, doctor
+import loongforge
+from loongforge import arch, call, cli, dispatch, doctor, env
 from loongforge.kernels.generic import GenericRowKernels
 
 
@@ -29,6 +30,7 @@ def test_a_healthy_machine(capsys):
     assert "implementation generic: device cpu" in text and "not triton: needs an NVIDIA GPU" in text
     assert text.count("self-test") >= 4 and "WRONG" not in text
     assert f"torch {torch.__version__}, built for " in text
+    assert f"loongforge {loongforge.__version__}\n" in text, "a checkout has a version too"
 
 
 def test_json_holds_the_same(capsys, monkeypatch):
@@ -81,10 +83,23 @@ def test_a_misspelt_variable_is_found(capsys, monkeypatch):
     )
 
 
-def test_a_bad_value_is_found(capsys, monkeypatch):
-    monkeypatch.setenv("LCE_LOGITS_BUDGET_MB", "much")
+@pytest.mark.parametrize("value", ("much", "-1", "0.5"))
+def test_every_bad_value_is_found(capsys, monkeypatch, value):
+    """Those too that no call on this machine would read."""
+    monkeypatch.setattr(doctor, "_devices", list)
+    for name in env.VARIABLES:
+        monkeypatch.setenv(name, value)
     status, text = run(capsys)
-    assert status == 1 and "LCE_LOGITS_BUDGET_MB must be a whole number" in text
+    assert status == 1
+    for name in env.VARIABLES:
+        assert text.splitlines()[-1].count(f"{name} must be ") == 1, name
+
+
+def test_a_bad_value_that_stops_a_device_is_one_problem(capsys, monkeypatch):
+    monkeypatch.setenv("LCE_LOGITS_BUDGET_MB", "much")
+    status, text = run(capsys, "--json")
+    (problem,) = json.loads(text)["problems"]
+    assert status == 1 and problem.startswith("LCE_LOGITS_BUDGET_MB must be a whole number")
 
 
 def test_a_request_that_cannot_be_met_is_found(capsys, monkeypatch):
@@ -121,9 +136,9 @@ def test_a_megatron_that_does_not_fit_is_found(capsys, monkeypatch):
     from loongforge.megatron import hook
 
     def broken():
-        raise AttributeError("no such class")
+        raise AttributeError("no such class") from ImportError("No module named 'numpy'")
 
     monkeypatch.setattr(hook, "install", broken)
     monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
     status, text = run(capsys)
-    assert status == 1 and "megatron hook: AttributeError: no such class" in text
+    assert status == 1 and "megatron hook: AttributeError: no such class (No module named 'numpy')" in text
