@@ -7,6 +7,7 @@ in place of ``from cut_cross_entropy import linear_cross_entropy``; the package 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -57,10 +58,13 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, *values: Any, **named: Any) -> None:
         super().__init__()
-        self.options = dict(zip(self.ORDER, values, strict=False), **named)
-        if len(values) > len(self.ORDER) or not set(self.options) <= set(self.ORDER):
-            raise TypeError(f"the options are {', '.join(self.ORDER)}, got {values} and {named}")
+        placed = dict(zip(self.ORDER, values, strict=False))
+        if len(values) > len(self.ORDER) or not set(named) <= set(self.ORDER) - set(placed):
+            raise TypeError(f"the options are {', '.join(self.ORDER)}, once each, got {values} and {named}")
+        parameters = inspect.signature(linear_cross_entropy).parameters
+        for name in self.ORDER:  # CCE's attributes, which may be set later
+            setattr(self, name, {**placed, **named}.get(name, parameters[name].default))
 
     def forward(self, e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """See :func:`linear_cross_entropy`."""
-        return linear_cross_entropy(e, c, targets, **self.options)
+        return linear_cross_entropy(e, c, targets, **{name: getattr(self, name) for name in self.ORDER})

@@ -18,6 +18,7 @@ of which no gradient is taken.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -95,8 +96,17 @@ def liger_fused_linear_cross_entropy(
         the loss's shape, without gradient), a token accuracy (likewise) or predicted tokens ([BT], -1 where ignored)
         are asked for.
     """
+    options = _without(("chunk_mem_const",), options, named)
     named.pop("chunk_mem_const", None)
-    return _unpacked(input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS], **named))
+    return _unpacked(input, weight, target, bias, LigerOptions(*options, **named))
+
+
+def _without(names: tuple[str, ...], options: tuple, named: Container[str] = ()) -> tuple:
+    """Options by place without those of ``names`` that may follow :class:`LigerOptions`."""
+    more = options[_NUM_OPTIONS:]
+    if len(more) > len(names) or any(name in named for name in names[: len(more)]):
+        raise TypeError(f"{len(more)} arguments after the {_NUM_OPTIONS} options by place, expected {', '.join(names)}")
+    return options[:_NUM_OPTIONS]
 
 
 def _unpacked(hidden, weight, target, bias, options: LigerOptions) -> torch.Tensor | CrossEntropyOutput:
@@ -169,15 +179,16 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__()
-        self.options = LigerOptions(*options, **named)
-        for field in fields(LigerOptions):  # Liger's attributes
-            setattr(self, field.name, getattr(self.options, field.name))
+        given = LigerOptions(*options, **named)
+        for field in fields(LigerOptions):  # Liger's attributes, which may be set later
+            setattr(self, field.name, getattr(given, field.name))
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | CrossEntropyOutput:
         """Loss of ``_input @ lin_weight.T + bias``; see :func:`liger_fused_linear_cross_entropy`."""
-        return _unpacked(_input, lin_weight, target, bias, self.options)
+        options = LigerOptions(**{field.name: getattr(self, field.name) for field in fields(LigerOptions)})
+        return _unpacked(_input, lin_weight, target, bias, options)
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -192,10 +203,12 @@ class LigerFusedLinearCrossEntropyFunction:
         *options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """(loss, z_loss, token_accuracy, predicted_tokens); None for what is not asked for."""
-        for name, value in zip(("ce_impl", "ce_mode"), options[_NUM_OPTIONS:], strict=False):
+        chosen = options[_NUM_OPTIONS:]
+        options = _without(("ce_impl", "ce_mode", "chunk_mem_const"), options)
+        for name, value in zip(("ce_impl", "ce_mode"), chosen, strict=False):
             if value is not None:
                 raise NotImplementedError(f"{name}={value!r}: the implementation is chosen by LCE_IMPL")
-        output = _compute(_input, weight, target, bias, LigerOptions(*options[:_NUM_OPTIONS]))
+        output = _compute(_input, weight, target, bias, LigerOptions(*options))
         return output.loss, output.z_loss, output.token_accuracy, output.predicted_tokens
 
 

@@ -88,3 +88,20 @@ def test_what_is_missing_is_refused():
         LinearCrossEntropy(smoothing=0.1)
     with pytest.raises(TypeError, match="the options are ignore_index"):
         LinearCrossEntropy(*range(7))
+    with pytest.raises(TypeError, match="once each"):
+        LinearCrossEntropy(-100, ignore_index=5)
+
+
+@pytest.mark.parametrize("change", ({"softcap": 2.0}, {"reduction": "sum"}, {"shift": True}, {"ignore_index": 5}))
+def test_attributes_that_are_set_later_are_in_force(change):
+    e, c, targets = inputs()
+    targets[targets == -100] = 5
+    loss = LinearCrossEntropy()
+    before = loss(e, c, targets)
+    ((name, value),) = change.items()
+    assert getattr(loss, name) != value
+    setattr(loss, name, value)
+    assert loss(e, c, targets) == linear_cross_entropy(e, c, targets, **change) != before
+    loss.impl = "torch_compile"
+    with pytest.raises(NotImplementedError, match="chosen by LCE_IMPL"):
+        loss(e, c, targets)

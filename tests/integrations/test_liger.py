@@ -219,6 +219,41 @@ def test_bad_input_is_refused():
         )  # fmt: skip
 
 
+LATER = (
+    {"softcap": 2.0}, {"reduction": "sum"}, {"ignore_index": 5}, {"label_smoothing": 0.1}, {"lse_square_scale": 1.0},
+    {"use_token_scaling": True}, {"ce_weight": torch.arange(11.0)},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LATER, ids=lambda change: next(iter(change)))
+def test_attributes_that_are_set_later_are_in_force(change):
+    inputs = make_inputs(9, 8, 11)
+    inputs.target = torch.tensor([0, 5, 5, 1, 10, 7, 5, 2, 3])
+    loss = liger.LigerFusedLinearCrossEntropyLoss()
+    before = loss(inputs.weight, inputs.hidden, inputs.target)
+    ((name, value),) = change.items()
+    setattr(loss, name, value)
+    expected = liger.liger_fused_linear_cross_entropy(inputs.hidden, inputs.weight, inputs.target, **change)
+    assert loss(inputs.weight, inputs.hidden, inputs.target) == expected != before
+    loss.accum_dtype = torch.float16
+    with pytest.raises(NotImplementedError, match="accum_dtype=torch.float16"):
+        loss(inputs.weight, inputs.hidden, inputs.target)
+
+
+def test_too_many_arguments_are_refused():
+    inputs = make_inputs(5, 4, 11)
+    tensors = (inputs.hidden, inputs.weight, inputs.target, None)
+    places = (None, -100, 0.0, 0.0, "mean", None, False, None, False, False, False)
+    with pytest.raises(TypeError, match="2 arguments after the 11 options by place, expected chunk_mem_const"):
+        liger.liger_fused_linear_cross_entropy(*tensors, *places, 1, 2)
+    with pytest.raises(TypeError, match="chunk_mem_const"):
+        liger.liger_fused_linear_cross_entropy(*tensors, *places, 1, chunk_mem_const=1)
+    with pytest.raises(TypeError, match="4 arguments after .* expected ce_impl, ce_mode, chunk_mem_const"):
+        liger.LigerFusedLinearCrossEntropyFunction.apply(*tensors, *places, None, None, 1, 2)
+    with pytest.raises(TypeError, match="ignore_index"):
+        liger.liger_fused_linear_cross_entropy(*tensors, *places, ignore_index=3)
+
+
 LIGER_ORDER = (
     "ce_weight", "ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap", "return_z_loss",
     "accum_dtype", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens",
