@@ -69,7 +69,7 @@ datasets.is_distributed = True  # every rank makes its own
 
 
 def forward_step(data_iterator, model, return_schedule_plan=False):
-    """One micro-batch: (loss of each token or, for the combined schedule of MoE, its plan; what to do with the loss)."""
+    """One micro-batch: (loss of each token or the plan that the combined schedule asks for, what to do with it)."""
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
     extra = {"loss_mask": batch["loss_mask"]} if get_args().mtp_num_layers else {}
     forward = model.build_schedule_plan if return_schedule_plan else model

@@ -61,7 +61,7 @@ def check_weight(layer: Any, weight: Any) -> torch.Tensor:
         raise RuntimeError("the output layer has no weight of its own and none was passed to its forward")
     if hasattr(weight, "__fsdp_param__"):
         raise _refused(
-            "Megatron-FSDP (it decides when the output layer's weight is released, and the loss comes after its forward)",
+            "Megatron-FSDP (it decides when the weight is released, and the loss comes after the layer's forward)",
             "use the distributed optimizer instead",
         )
     tp_size = layer.output_size // layer.output_size_per_partition
