@@ -44,6 +44,8 @@ def linear_cross_entropy(
     """
     if str(getattr(impl, "name", impl)).lower() != "cce":
         raise NotImplementedError(f"impl={impl!r}: loongforge's implementation is chosen by LCE_IMPL")
+    if isinstance(filter_eps, str) and filter_eps not in ("auto", "high"):
+        raise ValueError(f"filter_eps must be 'auto', 'high', a number or None, got {filter_eps!r}")
     if shift not in (False, True):
         raise NotImplementedError(f"shift={shift!r}: only False and True (one position); slice e and targets yourself")
     if shift:

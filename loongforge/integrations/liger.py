@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from loongforge import checks
-from loongforge.loss import linear_cross_entropy
+from loongforge.loss import build_options, linear_cross_entropy
 from loongforge.outputs.logprobs import linear_logprobs
 
 
 @dataclass(frozen=True)
 class LigerOptions:
-    """Everything but the tensors, in Liger's order; raises for what loongforge does not have."""
+    """Everything but the tensors, in Liger's order; raises for what makes no sense or loongforge does not have."""
 
     ce_weight: torch.Tensor | None = None
     ignore_index: int = -100
@@ -51,6 +51,21 @@ class LigerOptions:
             raise NotImplementedError(
                 f"accum_dtype={self.accum_dtype}: loongforge accumulates in float32; pass None or torch.float32"
             )
+        for name in ("return_z_loss", "use_token_scaling", "return_token_accuracy", "return_predicted_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        build_options(self.of_the_loss)
+
+    @property
+    def of_the_loss(self) -> dict[str, Any]:
+        """Those that are options of :func:`loongforge.linear_cross_entropy`, by its names."""
+        return {
+            "ignore_index": self.ignore_index,
+            "z_loss_weight": self.lse_square_scale,
+            "label_smoothing": self.label_smoothing,
+            "softcap": self.softcap,
+            "reduction": self.reduction,
+        }
 
     @property
     def needs_outputs(self) -> bool:
@@ -70,7 +85,8 @@ class CrossEntropyOutput:
     predicted_tokens: torch.Tensor | None = None
 
 
-_NUM_OPTIONS = len(fields(LigerOptions))
+_NAMES = tuple(field.name for field in fields(LigerOptions))
+_NUM_OPTIONS = len(_NAMES)
 
 
 def liger_fused_linear_cross_entropy(
@@ -119,17 +135,8 @@ def _compute(hidden, weight, target, bias, options: LigerOptions) -> CrossEntrop
     if options.needs_outputs:
         return _compute_with_outputs(hidden, weight, target, bias, options)
     loss = linear_cross_entropy(
-        hidden,
-        weight,
-        target,
-        bias=bias,
-        class_weight=options.ce_weight,
-        ignore_index=options.ignore_index,
-        z_loss_weight=options.lse_square_scale,
-        label_smoothing=options.label_smoothing,
-        softcap=options.softcap,
-        reduction=options.reduction,
-    )
+        hidden, weight, target, bias=bias, class_weight=options.ce_weight, **options.of_the_loss
+    )  # fmt: skip
     return CrossEntropyOutput(loss)
 
 
@@ -143,7 +150,8 @@ def _compute_with_outputs(hidden, weight, target, bias, options: LigerOptions) -
     valid = target != options.ignore_index
     label_weight = valid.to(outputs.logprobs.dtype)
     if options.ce_weight is not None:
-        label_weight = label_weight * options.ce_weight[target.clamp(0, weight.shape[0] - 1)]
+        class_weight = options.ce_weight.detach().to(label_weight.dtype)
+        label_weight = label_weight * class_weight[target.clamp(0, weight.shape[0] - 1)]
     if options.label_smoothing:
         shared |= {"label_smoothing": options.label_smoothing, "class_weight": options.ce_weight}
         loss = linear_cross_entropy(hidden, weight, target, reduction="none", **shared)
@@ -180,14 +188,14 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
     def __init__(self, *options: Any, **named: Any) -> None:
         super().__init__()
         given = LigerOptions(*options, **named)
-        for field in fields(LigerOptions):  # Liger's attributes, which may be set later
-            setattr(self, field.name, getattr(given, field.name))
+        for name in _NAMES:  # Liger's attributes, which may be set later
+            setattr(self, name, getattr(given, name))
 
     def forward(
         self, lin_weight: torch.Tensor, _input: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | CrossEntropyOutput:
         """Loss of ``_input @ lin_weight.T + bias``; see :func:`liger_fused_linear_cross_entropy`."""
-        options = LigerOptions(**{field.name: getattr(self, field.name) for field in fields(LigerOptions)})
+        options = LigerOptions(**{name: getattr(self, name) for name in _NAMES})
         return _unpacked(_input, lin_weight, target, bias, options)
 
 

@@ -88,6 +88,8 @@ def test_what_is_missing_is_refused():
         LinearCrossEntropy(smoothing=0.1)
     with pytest.raises(TypeError, match="the options are ignore_index"):
         LinearCrossEntropy(*range(7))
+    with pytest.raises(ValueError, match="filter_eps must be 'auto', 'high'"):
+        linear_cross_entropy(e, c, targets, filter_eps="low")
     with pytest.raises(TypeError, match="once each"):
         LinearCrossEntropy(-100, ignore_index=5)
 

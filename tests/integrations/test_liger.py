@@ -146,6 +146,14 @@ def test_returned_values(case, reduction):
     torch.testing.assert_close(output.token_accuracy, hits if reduction == "none" else hits.sum() / valid.sum())
 
 
+def test_compiled_in_one_graph():
+    inputs = make_inputs(9, 8, 11)
+    module = liger.LigerFusedLinearCrossEntropyLoss(softcap=2.0)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    tensors = (inputs.weight, inputs.hidden, inputs.target)
+    assert torch.allclose(compiled(*tensors), module(*tensors), rtol=1e-6)
+
+
 def test_only_what_is_asked_for_comes_back():
     inputs = make_inputs(9, 8, 11)
     places = (None, None, -100, 0.1, 0.0, "mean", None)
@@ -252,6 +260,29 @@ def test_too_many_arguments_are_refused():
         liger.LigerFusedLinearCrossEntropyFunction.apply(*tensors, *places, None, None, 1, 2)
     with pytest.raises(TypeError, match="ignore_index"):
         liger.liger_fused_linear_cross_entropy(*tensors, *places, ignore_index=3)
+
+
+BAD = {
+    "reduction": "avg", "label_smoothing": 1.5, "lse_square_scale": -1.0, "softcap": 0.0, "ignore_index": 1.5,
+    "return_z_loss": "no", "use_token_scaling": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("outputs", ({}, {"return_token_accuracy": True}), ids=("loss", "outputs"))
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_at_once_on_every_path(name, outputs):
+    with pytest.raises((TypeError, ValueError), match=name.replace("lse_square_scale", "z_loss_weight")):
+        liger.LigerFusedLinearCrossEntropyLoss(**{**outputs, name: BAD[name]})
+
+
+@pytest.mark.parametrize("outputs", ({}, {"return_token_accuracy": True}), ids=("loss", "outputs"))
+def test_class_weights_have_no_gradient_and_no_say_in_the_dtype(outputs):
+    inputs = make_inputs(9, 8, 11).leaves()
+    ce_weight = torch.rand(11, dtype=torch.float64, requires_grad=True)
+    output = liger.LigerFusedLinearCrossEntropyLoss(ce_weight, **outputs)(inputs.weight, inputs.hidden, inputs.target)
+    loss = getattr(output, "loss", output)
+    loss.backward()
+    assert loss.dtype == torch.float32 and ce_weight.grad is None and inputs.weight.grad is not None
 
 
 LIGER_ORDER = (

@@ -7,6 +7,8 @@ import functools
 import importlib.util
 import inspect
 import pickle
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,13 @@ def test_loss_and_gradients_of_every_family(name):
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     assert_same_step(tiny(name), fuse_loss(tiny(name)))
+
+
+def test_the_documentation_names_every_family():
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    table = text[text.index("| family |") : text.index("Every class is tested")]
+    named = {name.removesuffix("LMHeadModel") for name in re.findall(r"`(\w+)`", table)} - {"output_router_logits"}
+    assert named == {name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name", ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GraniteMoeForCausalLM"))
