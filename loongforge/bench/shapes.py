@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from loongforge.errors import UsageError
 
+LARGEST = 1 << 31
+"""Sizes are below it."""
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -51,7 +54,7 @@ def parse_shape(text: str) -> HeadShape:
 
 def positive(text: str) -> int:
     """Type of a flag that takes a whole number from 1 to 2**31 - 1."""
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < 1 << 31):
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) < LARGEST):
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 2**31 - 1, got {text!r}")
     return int(text)
 

@@ -38,15 +38,27 @@ def row(layer: Layer, budget_mb: int | str, rates: Rates | None, with_tiles: boo
 
 
 def recommend(layer: Layer, free_bytes: int, rates: Rates | None, with_tiles: bool) -> Row | None:
-    """The budget with the least work whose peak fits ``free_bytes``; None where none does."""
-    candidates = (row(layer, budget, rates, with_tiles) for budget in _budgets(layer))
-    fitting = [candidate for candidate in candidates if candidate.peak_bytes * MARGIN <= free_bytes]
-    return min(fitting, key=lambda candidate: (candidate.plan.flops, candidate.peak_bytes), default=None)
+    """The fastest budget whose peak fits ``free_bytes``, None where none does.
+
+    Fastest is the least predicted time, and the least work where no time is predicted.
+    """
+    fitting = [one for one in _candidates(layer, rates, with_tiles) if one.peak_bytes * MARGIN <= free_bytes]
+    return min(fitting, key=_cost, default=None)
 
 
-def _budgets(layer: Layer) -> Iterable[int | str]:
+def smallest(layer: Layer, rates: Rates | None, with_tiles: bool) -> Row:
+    """The budget with the lowest peak: not always 0."""
+    return min(_candidates(layer, rates, with_tiles), key=lambda one: (one.peak_bytes, _cost(one)))
+
+
+def _cost(one: Row) -> tuple[float, int]:
+    return (one.plan.flops if one.time_ms is None else one.time_ms, one.peak_bytes)
+
+
+def _candidates(layer: Layer, rates: Rates | None, with_tiles: bool) -> Iterable[Row]:
     """Every budget that makes a difference: a whole MiB for each multiple of rows that could be kept."""
     bytes_per_row = layer.shape.tokens * layer.itemsize
     multiples = -(-layer.shape.vocab // KEPT_MULTIPLE)
     steps = range(0, layer.shape.vocab, KEPT_MULTIPLE * -(-multiples // MOST_BUDGETS))
-    return [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]
+    budgets = [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]
+    return (row(layer, budget, rates, with_tiles) for budget in budgets)

@@ -12,7 +12,7 @@ from loongforge.bench.run import DTYPES
 from loongforge.bench.shapes import add_size_flags, positive
 from loongforge.errors import UsageError
 from loongforge.planning import fitted
-from loongforge.planning.advise import MARGIN, MIB, Row, recommend, rows
+from loongforge.planning.advise import MARGIN, MIB, Row, recommend, rows, smallest
 from loongforge.planning.devices import DEVICES, MEASURED, Device, device_here, device_named
 from loongforge.planning.inputs import dtype_name, layer_of, memory_size
 from loongforge.planning.predict import Layer, Rates, has_tiles, rates_of, unfused_peaks
@@ -74,6 +74,7 @@ def examine(layer: Layer, global_vocab: int, device: Device, free_bytes: int | N
         "budgets": [_plain(row, floor) for row in rows(layer, rates, tiles)],
         "free_mib": None if free_bytes is None else free_bytes / MIB,
         "recommended": None if best is None else _plain(best, floor),
+        "smallest": None if best is not None or free_bytes is None else _plain(smallest(layer, rates, tiles), floor),
     }
 
 
@@ -160,13 +161,13 @@ def _table(report: dict[str, Any]) -> list[str]:
 
 
 def _recommendation(report: dict[str, Any]) -> str:
-    best, free = report["recommended"], report["free_mib"]
+    best, least, free = report["recommended"], report["smallest"], report["free_mib"]
     if free is None:
         return "With --free-memory SIZE a budget is recommended."
     if best is None:
         return (
-            f"Nothing fits {free:.0f} MiB with a margin of {MARGIN - 1:.0%}: the least is LCE_LOGITS_BUDGET_MB=0; take "
-            "fewer tokens a step or more tensor parallelism."
+            f"Nothing fits {free:.0f} MiB with a margin of {MARGIN - 1:.0%}: the least is {least['peak_mib']:.0f} MiB "
+            f"with LCE_LOGITS_BUDGET_MB={least['budget_mb']}; take fewer tokens a step or more tensor parallelism."
         )
     time = "" if best["time_ms"] is None else f", {best['time_ms']:.1f} ms"
     return (

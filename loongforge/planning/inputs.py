@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from loongforge.bench.run import DTYPES
-from loongforge.bench.shapes import HeadShape
+from loongforge.bench.shapes import LARGEST, HeadShape
 from loongforge.errors import UsageError
 from loongforge.planning.predict import Layer
 
@@ -83,23 +84,32 @@ def _of_hugging_face(path: Path, flags: argparse.Namespace) -> Sizes:
         path /= "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--hf {path} cannot be read as JSON: {error}") from error
-    text = config.get("text_config") if isinstance(config, dict) else None
-    sources = [source for source in (text, config) if isinstance(source, dict)]
+    sources = [*_language_models(config)]
 
     def find(*names: str) -> Any:
         return next((source[name] for source in sources for name in names if source.get(name) is not None), None)
 
-    hidden, vocab = find("word_embed_proj_dim", "hidden_size", "n_embd", "d_model"), find("vocab_size")
+    hidden = find("word_embed_proj_dim", "hidden_size", "n_embd", "n_embed", "d_model")
+    vocab = find("vocab_size", "padded_vocab_size")
     for flag, name, value in (("hidden", "hidden_size", hidden), ("vocab", "vocab_size", vocab)):
-        if getattr(flags, flag) is None and (type(value) is not int or value < 1):
-            raise UsageError(f"--hf {path} must hold a whole number {name}, got {value!r}: say --{flag}")
+        if getattr(flags, flag) is None and (type(value) is not int or not 1 <= value < LARGEST):
+            wanted = f"a whole number {name} from 1 to 2**31 - 1"
+            raise UsageError(f"--hf {path} must hold {wanted}, got {value!r}: say --{flag}")
     names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
     stored = find("dtype", "torch_dtype")
     if flags.dtype is None and stored is not None and stored not in [*names]:
         raise UsageError(f"--hf {path}: dtype {stored!r} is none of {', '.join(names)}: say --dtype")
     return Sizes(hidden=hidden, vocab=vocab, dtype=names[stored] if stored in [*names] else None)
+
+
+def _language_models(config: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a multimodal model that may describe its output layer, innermost first."""
+    if isinstance(config, dict):
+        for name in ("text_config", "llm_config", "language_config", "thinker_config", "decoder"):
+            yield from _language_models(config.get(name))
+        yield config
 
 
 def memory_size(text: str) -> int:

@@ -87,7 +87,7 @@ def peak_bytes(layer: Layer, plan: ChunkPlan) -> int:
 
 def num_products(plan: ChunkPlan) -> int:
     """Products that grad_hidden is the sum of."""
-    return len(plan.backward_chunks(plan.kept_rows)) + (plan.kept_rows > 0)
+    return -(-(plan.vocab_rows - plan.kept_rows) // plan.backward_width) + (plan.kept_rows > 0)
 
 
 TORCH = "torch, loss in float32"

@@ -167,8 +167,31 @@ def test_the_recommended_budget_fits_and_nothing_better_does(vocab, reduction):
         assert best.peak_bytes * advise.MARGIN <= free
         assert best.plan == asked.plan(best.budget_mb)
         for row in table:
-            assert row.plan.flops >= best.plan.flops or row.peak_bytes * advise.MARGIN > free
+            assert row.time_ms >= best.time_ms or row.peak_bytes * advise.MARGIN > free
     assert advise.recommend(asked, 10**12, FITTED, True).plan.flops == 6 * 8192 * 4096 * vocab
+
+
+@pytest.mark.parametrize("device", ("h200", "h100", "l40s", "mi300x"))
+@pytest.mark.parametrize(
+    "sizes", ((8192, 256, 151936), (131072, 2048, 262144), (16384, 4096, 16160), (1024, 256, 50304)), ids=str
+)
+@pytest.mark.parametrize("reduction", ("none", "mean"))
+def test_no_budget_of_the_table_is_faster_than_the_recommended_one(device, sizes, reduction):
+    """Equal work need not be equal time: sums of weight gradients and row kernels move bytes too."""
+    asked, rates = layer(*sizes, reduction=reduction), rates_of(DEVICES[device], torch.bfloat16)
+    rates = None if isinstance(rates, str) else rates
+    for free in (1 << 30, 8 << 30, 1 << 40):
+        best = advise.recommend(asked, free, rates, has_tiles(DEVICES[device]))
+        for row in advise.rows(asked, rates, has_tiles(DEVICES[device])):
+            if row.peak_bytes * advise.MARGIN <= free:
+                assert best.plan.flops <= row.plan.flops if rates is None else best.time_ms <= row.time_ms
+
+
+def test_where_nothing_fits_the_least_is_named(capsys):
+    """Which is not a budget of 0 where the gradients in forward are smaller than a chunk of logits of every token."""
+    sizes = ("--tokens", "131072", "--hidden", "2048", "--vocab", "50304", "--device", "h200", "--free-memory", "1GiB")
+    assert "the least is 3268 MiB with LCE_LOGITS_BUDGET_MB=0;" in run(capsys, *sizes)[1]
+    assert "the least is 1723 MiB with LCE_LOGITS_BUDGET_MB=960;" in run(capsys, *sizes, "--reduction", "mean")[1]
 
 
 # ---------------------------------------------------------------- the command
@@ -242,8 +265,18 @@ def test_from_a_training_config(capsys):
             "text_config": {"hidden_size": 64, "vocab_size": 1024},
             "dtype": "float32",
         },
+        {"n_embed": 64, "vocab_size": 1024, "dtype": "float32"},
+        {"hidden_size": 64, "padded_vocab_size": 1024, "dtype": "float32"},
+        {"llm_config": {"hidden_size": 64, "vocab_size": 1024}, "hidden_size": 3, "dtype": "float32"},
+        {"language_config": {"hidden_size": 64, "vocab_size": 1024}, "dtype": "float32"},
+        {"encoder": {"hidden_size": 3}, "decoder": {"hidden_size": 64, "vocab_size": 1024, "dtype": "float32"}},
+        {
+            "talker_config": {"text_config": {"hidden_size": 3, "vocab_size": 5}},
+            "thinker_config": {"text_config": {"hidden_size": 64, "vocab_size": 1024}},
+            "dtype": "float32",
+        },
     ),
-    ids=("plain", "gpt2", "nested"),
+    ids=("plain", "gpt2", "nested", "bloom", "chatglm", "internvl", "deepseek-vl2", "encoder-decoder", "omni"),
 )
 def test_from_a_hugging_face_config(capsys, tmp_path, config):
     file = tmp_path / "config.json"
@@ -276,8 +309,10 @@ def test_bad_input(capsys, words, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     (
-        ("[]", "must hold a whole number hidden_size, got None"),
-        ('{"hidden_size": 4}', "must hold a whole number vocab_size, got None"),
+        ("[]", "must hold a whole number hidden_size from 1 to 2**31 - 1, got None"),
+        ('{"hidden_size": 4}', "must hold a whole number vocab_size from 1 to 2**31 - 1, got None"),
+        ('{"hidden_size": 4, "vocab_size": 2147483648}', "vocab_size from 1 to 2**31 - 1, got 2147483648"),
+        ('{"hidden_size": "4", "vocab_size": 8}', "hidden_size from 1 to 2**31 - 1, got '4'"),
         ('{"hidden_size": 4, "vocab_size": 8, "dtype": "int8"}', "dtype 'int8' is none of bfloat16, float16, float32"),
         ('{"hidden_size": 4, "vocab_size": 8, "dtype": ["int8"]}', "dtype ['int8'] is none of bfloat16"),
     ),
@@ -292,6 +327,14 @@ def test_a_config_json_that_says_too_little(capsys, tmp_path, config, message):
     status, out, _ = run(capsys, "--hf", str(file), "--tokens", "8", *flags)
     layer = json.loads(out)["layer"]
     assert status == 0 and (layer["hidden"], layer["vocab"], layer["dtype"]) == (4, 8, "fp16")
+
+
+@pytest.mark.parametrize("content", (b"", b"\xff\xfe\x00", b"[" * 100_000), ids=("empty", "binary", "deep"))
+def test_a_config_json_that_is_none(capsys, tmp_path, content):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    status, _, error = run(capsys, "--hf", str(file), "--tokens", "8")
+    assert status == 2 and error.startswith("loongforge: error: --hf ") and "cannot be read as JSON" in error
 
 
 def test_sizes_of_memory():
