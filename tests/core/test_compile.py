@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -272,9 +273,10 @@ def test_several_upstream_gradients_are_refused_by_name(options):
     for function, tensor in losses.values():
         loss = function()
         grads = torch.ones(3, *loss.shape)
+        grad = functools.partial(torch.autograd.grad, loss, tensor, retain_graph=True)
         for run in (
-            lambda: torch.autograd.grad(loss, tensor, grads, is_grads_batched=True, retain_graph=True),  # noqa: B023
-            lambda: torch.vmap(lambda g: torch.autograd.grad(loss, tensor, g, retain_graph=True)[0])(grads),  # noqa: B023
+            functools.partial(grad, grads, is_grads_batched=True),
+            functools.partial(torch.vmap(lambda g, grad=grad: grad(g)[0]), grads),
         ):
             with pytest.raises(
                 NotImplementedError, match="takes one upstream gradient: .*is_grads_batched=True.*once for"
