@@ -96,6 +96,8 @@ class VocabParallel:
         """Read rank and size from ``group``; ``TypeError``, ``ValueError`` where it is none or not this process's."""
         if group is None:
             return cls()
+        if torch.compiler.is_compiling():
+            _guarded(group)
         outside = group == dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to those it leaves out
         if not outside and not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"tp_group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
@@ -137,6 +139,13 @@ class VocabParallel:
         everyone = packed_KT.new_empty((self.size * num_statistics, num_tokens))
         work = all_gather(everyone, packed_KT, self.group)
         return Pending(everyone.view(self.size, num_statistics, num_tokens), work, packed_KT)
+
+
+def _guarded(group: Any) -> None:
+    """A graph holds for the group it was made for: torch 2.13 would call it for any other one as well."""
+
+
+_guarded._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what such a function is given is compared
 
 
 def _lacks_reduce_scatter(group: Any) -> bool:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from loongforge import LossOptions, linear_cross_entropy
 from loongforge.kernels.reference import reference_loss
@@ -152,6 +153,30 @@ def compiled_graphs(world: World):
             ours = loss_and_gradients(compiled, shard(world, "world", inputs, sequence_parallel))
             expected = sharded_truth(world, "world", inputs, dense, sequence_parallel)
             assert worst(relative(a, b) for a, b in zip(ours, expected, strict=True)) < 1e-12
+
+
+@check
+def a_graph_is_of_one_group(world: World):
+    """The same code over another group is another graph, also where the first group is gone."""
+    inputs = make_inputs(TOKENS, HIDDEN, VOCAB, torch.float64)
+
+    def loss_of(hidden, weight, target, group):
+        return linear_cross_entropy(hidden, weight, target, tp_group=group)
+
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    for name in ("world", "alone", "world", None, None):
+        group = dist.new_group() if name is None else world.groups[name][0]
+        rows = inputs.weight if name == "alone" else inputs.weight.chunk(world.size)[world.rank]
+        loss = compiled(inputs.hidden, rows, inputs.target, group)
+        assert relative(loss, oracle(LossOptions())(*inputs.tensors, inputs.target)) < 1e-12, name
+        # The same shapes, so that nothing but the group tells the two graphs apart.
+        if name == "alone":
+            rows = inputs.weight.chunk(world.size)[world.rank]
+            mine = (inputs.target % rows.shape[0]).where(inputs.target >= 0, -100)
+            dense = oracle(LossOptions())(inputs.hidden, rows, mine)
+            assert relative(compiled(inputs.hidden, rows, mine, group), dense) < 1e-12
+        if name is None:
+            dist.destroy_process_group(group)
 
 
 @check
