@@ -20,7 +20,7 @@ import torch
 from loongforge.bench.kernel_cases import FORWARD, GEMM_SHARE, Kernel, kernels_of
 from loongforge.bench.measure import failure, interleaved_ms, make_problem, release
 from loongforge.bench.progress import Progress
-from loongforge.bench.report import heading, write_json, write_text
+from loongforge.bench.report import heading, require_folder, write_json, write_text
 from loongforge.bench.run import DEFAULT_SHAPE, DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
 from loongforge.dispatch import choose
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Line]:
     """Measure, print the tables last, write; returns every line."""
     shapes, device, dtype = shapes_of(options, DEFAULT_SHAPE), device_of(options.device), DTYPES[options.dtype]
+    require_folder(options.output_dir)
     environment = describe(device, dtype)
     print(heading(environment), flush=True)
     progress, measured, text = Progress(2 * len(shapes)), [], ""

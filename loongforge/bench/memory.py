@@ -14,6 +14,7 @@ import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours
 from loongforge.bench.measure import Problem, Step, make_problem, release, verdict
+from loongforge.bench.report import require_folder
 from loongforge.bench.run import DTYPES, describe, device_of, parse_budgets
 from loongforge.bench.shapes import HeadShape, add_size_flags, shapes_of
 from loongforge.bench.timeline import Timeline, record
@@ -59,13 +60,13 @@ def run(options: argparse.Namespace) -> str:
     shapes = shapes_of(options, "llama3-8b")
     if len(shapes) != 1:
         raise UsageError(f"a picture shows one shape, got {', '.join(shape.name for shape in shapes)}")
+    require_folder(output.parent)
     contenders = [UNFUSED[options.unfused]]
     contenders += [one for one in ours(parse_budgets(options.budgets)) if one.per_token]
     # Without it the host runs ahead of the device, and every allocation seems to happen at the start.
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
     recorded = record_all(shapes[0], contenders, device_of(options.device), DTYPES[options.dtype])
     data_file = output.with_suffix(".json")
-    data_file.parent.mkdir(parents=True, exist_ok=True)
     data_file.write_text(json.dumps(recorded) + "\n", encoding="utf-8")
     lines = [f"{entry['name']:32} peak {entry['peak_mib']:10.1f} MiB" for entry in recorded["timelines"]]
     lines.append(_draw_file(data_file) if output.suffix == ".png" else f"{data_file}")
@@ -153,6 +154,7 @@ def _draw_file(data_file: Path) -> str:
         raise UsageError(
             f"--redraw needs a file that loongforge memory wrote, {data_file} is none: {type(error).__name__}: {error}"
         ) from error
+    require_folder(picture.parent)
     draw(picture, recorded)
     return f"{picture}"
 
@@ -208,10 +210,15 @@ def _draw_panel(
             axes.text((start + stop) / 2, 1.1 * top, word, ha="center", va="top", color="0.35", fontsize=9)
     axes.axvline(end, color="0.25", linewidth=0.9, linestyle=":")
     axes.axhline(entry["peak_mib"], color="0.25", linewidth=0.8, linestyle="--")
-    axes.set_title(f"{entry['name']}\npeak {entry['peak_mib']:,.0f} MiB", fontsize=11)
+    axes.set_title(f"{entry['name']}\npeak {_mib(entry['peak_mib'])} MiB", fontsize=11)
     axes.set(xlabel="ms", ylim=(0, 1.12 * top))
     axes.spines[["top", "right"]].set_visible(False)
     return areas
+
+
+def _mib(size: float) -> str:
+    """Small peaks differ behind the point."""
+    return f"{size:,.0f}" if size >= 100 else f"{size:.2f}"
 
 
 def stack(entry: dict[str, Any], kinds: Sequence[str]) -> tuple[list[float], dict[str, list[float]]]:

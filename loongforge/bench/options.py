@@ -16,6 +16,7 @@ import torch
 from loongforge import TeacherHead, TeacherTopK
 from loongforge.bench.measure import LARGEST_ERROR, relative_error, release, three_products, time_ms
 from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
+from loongforge.bench.report import require_folder
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import HeadShape, parse_shape
 
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> list[Line]:
     prefixes = [text.strip() for text in options.only.split(",") if text.strip()]
     cases = [case for case in CASES if not prefixes or case.name.startswith(tuple(prefixes))]
     budgets: list[int | str] = [text if text == "all" else int(text) for text in options.budgets.split(",")]
+    require_folder(options.output_dir)
     operands = make_operands(shape, device, dtype)
     floor = time_ms(three_products(operands.hidden.detach(), operands.weight.detach()), device, options.repetitions)
     lines = []
@@ -63,7 +65,6 @@ def run(options: argparse.Namespace) -> list[Line]:
         release(device)
     environment = describe(device, dtype)
     if options.output_dir:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
         record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor}
         record["results"] = [asdict(line) for line in lines]
         (options.output_dir / "options.json").write_text(json.dumps(record, indent=1) + "\n")

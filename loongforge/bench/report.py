@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,19 @@ def write_json(path: Path, environment: dict[str, Any], results: Sequence[Any]) 
         {key: None if value != value else value for key, value in (vars(result) | {"ratio": result.ratio}).items()}
         for result in results
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment, "results": lines}, indent=1) + "\n", encoding="utf-8")
+
+
+def require_folder(folder: Path | None) -> None:
+    """:class:`UsageError` where no file could be written there: asked before the measurement, not after it."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"results go to a folder that can be written to, {folder} is none: {error}") from error
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
@@ -160,19 +172,20 @@ def write_text(folder: Path, environment: dict[str, Any], text: str) -> None:
 
 def redraw(path: Path) -> None:
     """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it."""
+    by_shape: dict[str, list[Result]] = {}
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
-        environment, lines = recorded["environment"], recorded["results"]
-        device = environment["device"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        environment, device = recorded["environment"], recorded["environment"]["device"]
+        for line in recorded["results"]:
+            values: dict[str, Any] = {
+                key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value
+                for key, value in line.items()
+            }
+            values.pop("ratio")
+            by_shape.setdefault(line["shape"], []).append(Result(**values))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path} is not a results.json of the comparison: {type(error).__name__}: {error}") from error
-    by_shape: dict[str, list[Result]] = {}
-    for line in lines:
-        values: dict[str, Any] = {
-            key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value for key, value in line.items()
-        }
-        values.pop("ratio")
-        by_shape.setdefault(line["shape"], []).append(Result(**values))
+    require_folder(path.parent)
     write_text(path.parent, environment, tables(by_shape))
     for name, results in by_shape.items():
         draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)

@@ -21,7 +21,7 @@ import torch
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
 from loongforge.bench.measure import Result, make_problem, measure, release
 from loongforge.bench.progress import Progress
-from loongforge.bench.report import draw, heading, redraw, tables, write
+from loongforge.bench.report import draw, heading, redraw, require_folder, tables, write
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
 from loongforge.errors import UsageError
 
@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> list[Result]:
     for shape in shapes:
         budgets = parse_budgets(options.budgets) if options.budgets else default_budgets(shape, dtype)
         work.append((shape, select([*PEERS, *ours(budgets)], options.only, options.skip)))
+    require_folder(options.output_dir)
     environment = describe(device, dtype)
     print(heading(environment), flush=True)
     measured: dict[str, list[Result]] = {}

@@ -19,7 +19,7 @@ import torch
 import loongforge
 from loongforge.bench.contenders import Contender, LossFunction
 from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
-from loongforge.bench.report import median_floor_ms
+from loongforge.bench.report import median_floor_ms, require_folder
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import parse_shape
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> list[Result]:
     """Measure, print the table last, write; returns every line."""
     shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
+    require_folder(options.output_dir)
     problem = make_problem(shape, device, dtype)
     release(device)
     results = []
@@ -53,7 +54,6 @@ def run(options: argparse.Namespace) -> list[Result]:
     measure_all(problem, with_masked_tokens(options.masked, bound))
     environment, floor = describe(device, dtype), median_floor_ms(results)
     if options.output_dir:
-        options.output_dir.mkdir(parents=True, exist_ok=True)
         record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor, "masked": options.masked}
         record["results"] = [asdict(result) for result in results]
         (options.output_dir / "sft.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -22,6 +22,7 @@ from loongforge import linear_cross_entropy
 from loongforge.bench.communication import AS_IT_IS, Collective, Mode, Overlap, collective, modes, overlaps
 from loongforge.bench.measure import float32_truth, relative_error, release, three_products
 from loongforge.bench.ranks import World
+from loongforge.bench.report import require_folder
 from loongforge.bench.run import describe
 from loongforge.bench.shapes import HeadShape, parse_shape, positive
 from loongforge.bench.tensor_parallel_report import Result, report
@@ -294,6 +295,7 @@ def run(options: argparse.Namespace) -> None:
     shapes = [parse_shape(text) for text in options.shapes or SHAPES]
     if options.rounds < 2:
         raise UsageError("--rounds must be at least 2: differences between variants need a spread")
+    require_folder(options.output_dir)
     world = World.join(options.device)
     dtype = torch.bfloat16
     try:

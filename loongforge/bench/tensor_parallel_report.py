@@ -118,7 +118,6 @@ def report(
     print("\n".join(lines), flush=True)
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     recorded = [asdict(shape) | {"results": [_line(result) for result in found]} for shape, found in results.items()]
     document = _without_nan({"environment": environment, "links": list(links), "shapes": recorded})

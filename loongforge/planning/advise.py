@@ -60,5 +60,5 @@ def _candidates(layer: Layer, rates: Rates | None, with_tiles: bool) -> Iterable
     bytes_per_row = layer.shape.tokens * layer.itemsize
     multiples = -(-layer.shape.vocab // KEPT_MULTIPLE)
     steps = range(0, layer.shape.vocab, KEPT_MULTIPLE * -(-multiples // MOST_BUDGETS))
-    budgets = [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]
+    budgets: list[int | str] = [*dict.fromkeys(-(-kept * bytes_per_row // MIB) for kept in steps), "all"]
     return (row(layer, budget, rates, with_tiles) for budget in budgets)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from loongforge import cli
+from loongforge.bench import kernels, memory, options, sft, tensor_parallel
 from loongforge.bench import run as bench_run
 from loongforge.bench.contenders import PEERS, Contender, ours
 from loongforge.bench.measure import Problem, Result, make_problem, measure
@@ -224,6 +225,47 @@ def test_the_command_measures_and_draws(tmp_path, capsys):
     (tmp_path / "results.json").write_text("[]")
     assert cli.main(["bench", "--redraw", str(tmp_path / "results.json")]) == 2
     assert "is not a results.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    (
+        ("bench", "8x4x2", "--device", "cpu", "--output-dir", "{}"),
+        ("bench", "8x4x2", "--device", "cpu", "--output-dir", "{}/new"),
+        ("memory", "8x4x2", "--device", "cpu", "--output", "{}/new.json"),
+    ),
+    ids=" ".join,
+)
+def test_a_folder_that_cannot_be_is_refused_before_the_measurement(words, tmp_path, capsys, monkeypatch):
+    for module in (bench_run, memory):
+        monkeypatch.setattr(module, "make_problem", lambda *given: pytest.fail("measured first"))
+    file = tmp_path / "file"
+    file.write_text("here already")
+    assert cli.main([word.format(file) for word in words]) == 2
+    assert "results go to a folder that can be written to" in capsys.readouterr().err
+    assert file.read_text() == "here already"
+
+
+@pytest.mark.parametrize("module", (kernels, options, sft, tensor_parallel), ids=lambda module: module.__name__)
+def test_every_benchmark_looks_at_its_folder_first(module, tmp_path):
+    """Of the scripts, whose flags are their own."""
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    file = tmp_path / "file"
+    file.write_text("here already")
+    with pytest.raises(UsageError, match="a folder that can be written to"):
+        module.run(parser.parse_args(["40x16x512", "--device", "cpu", "--output-dir", str(file)]))
+
+
+@pytest.mark.parametrize(
+    "results", ("5", "[5]", '[{"shape": "8x4x2"}]', '[{"shape": "8x4x2", "ratio": 1, "kernel": 2}]')
+)
+def test_results_of_something_else_are_not_drawn(results, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    file.write_text(f'{{"environment": {{"device": "cpu"}}, "results": {results}}}')
+    assert cli.main(["bench", "--redraw", str(file)]) == 2
+    assert "is not a results.json of the comparison" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [file]
 
 
 class _Terminal(io.StringIO):
