@@ -34,7 +34,7 @@ def apply() -> None:
     with contextlib.ExitStack() as stack:
         patches = Patches()
         stack.callback(patches.undo)
-        for step in (_devices, _streams, _random_state, _norms, _weight_gradient_kernel):
+        for step in (_devices, _streams, _random_state, _norms, _weight_gradient_kernel, _split_sizes):
             step(patches)
         # jit_fuser is torch.compile: eager saves some 20 s of building on the first step.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
@@ -127,6 +127,7 @@ def _streams(patches: Patches) -> None:
     patches.set(torch.cuda, "Event", _Stream)
     patches.set(torch.cuda, "current_stream", _Stream)
     patches.set(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    patches.set(torch.Tensor, "record_stream", _no_op())
     patches.set(torch.cuda, "is_current_stream_capturing", lambda: False)
     patches.set(torch.cuda.nvtx, "range_push", _no_op())
     patches.set(torch.cuda.nvtx, "range_pop", _no_op())
@@ -206,3 +207,13 @@ def _weight_gradient_kernel(patches: Patches) -> None:
     kernel: dict[str, Callable] = {"wgrad_gemm_accum_fp32": accumulate, "wgrad_gemm_accum_fp16": accumulate}
     patches.set(layers, "fused_weight_gradient_mlp_cuda", types.SimpleNamespace(**kernel))
     patches.set(layers, "_grad_accum_fusion_available", True)
+
+
+def _split_sizes(patches: Patches) -> None:
+    """MoE's all-to-all takes its sizes as host arrays; tensors that are on the host already stay tensors."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    patches.set(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)

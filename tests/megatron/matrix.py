@@ -22,6 +22,7 @@ class Row:
     dp: int = 1
     ep: int = 1  # of the dp ranks
     experts: int = 0
+    overlap: bool = False  # the schedule that runs experts' communication beside other micro batches' layers
     mtp: int = 0
     detach: bool = False  # MTP heads do not train the output layer
     mup: bool = False
@@ -101,6 +102,7 @@ _GPT_LAYOUTS = (
     {"pp": 2, "vpp": 2, "mtp": 1},
     {"experts": 4},
     {"experts": 4, "dp": 2, "ep": 2, "dist_opt": True},
+    {"experts": 4, "dp": 2, "ep": 2, "bf16": True, "overlap": True},
 )
 _MTP_LAYOUTS = (
     {},
@@ -135,6 +137,7 @@ _FAST = {
         Row(model="hybrid", tp=2),
         Row(dp=2, dist_opt=True, accumulation_fusion=True),
         Row(experts=4, dp=2, ep=2),
+        Row(experts=4, dp=2, ep=2, bf16=True, overlap=True),
         Row(model="hybrid", cp=2, per_token=True),
     ],
 }

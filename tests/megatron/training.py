@@ -84,7 +84,9 @@ def configuration(row: Row, dtype: torch.dtype, **fusion) -> TransformerConfig:
     mup = {"use_mup": True, "mup_base_hidden_size": 8} if row.mup else {}
     experts = {}
     if row.experts:
-        experts = {"num_moe_experts": row.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
+        dispatcher = "alltoall" if row.overlap else "allgather"
+        experts = {"num_moe_experts": row.experts, "moe_router_topk": 2, "moe_token_dispatcher_type": dispatcher}
+        experts["overlap_moe_expert_parallel_comm"] = row.overlap and dtype != torch.float32  # it refuses fp32
     config = TransformerConfig(
         num_layers=2 * row.vpp if row.model == "gpt" else 4,
         hidden_size=HIDDEN,
@@ -224,12 +226,15 @@ def _loss(per_token: bool, mask: torch.Tensor, output: torch.Tensor) -> tuple:
     return total / count, {"loss": total.detach() / count}
 
 
-def _forward_step(row: Row, iterator: Iterator[dict], model: torch.nn.Module) -> tuple:
+def _forward_step(
+    row: Row, iterator: Iterator[dict], model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple:
     batch = dict(next(iterator))
     mask = batch.pop("loss_mask")
     if row.mtp:
         batch["loss_mask"] = mask
-    return model(**batch), partial(_loss, row.per_token, mask)
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(**batch), partial(_loss, row.per_token, mask)
 
 
 def train(row: Row, dtype: torch.dtype, **fusion) -> Run:
