@@ -7,8 +7,10 @@ a CUDA graph is captured.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -18,7 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from loongforge import checks, env
+from loongforge import checks, env, sharded
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel, all_gather
 
@@ -72,14 +74,15 @@ def ranks_agree(
 ) -> AbstractContextManager[None]:
     """Around the checks of one call: raises ``ValueError`` on every rank where ranks differ or one of them refuses.
 
-    ``tensors`` by name, ``target`` among them, and what else of a call the ranks must share, as plain values.  What a
-    rank itself refuses it raises itself.  In a graph nothing is compared.
+    ``tensors`` by name, ``target`` among them, and what else of a call the ranks must share, as plain values or
+    dataclasses.  What a rank itself refuses it raises itself.  In a graph nothing is compared.
     """
     return nullcontext() if torch.compiler.is_compiling() else _ranks_agree(parallel, options, tensors)
 
 
 @contextmanager
 def _ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping[str, Any]) -> Iterator[None]:
+    tensors = dict(_fields_apart(tensors))
     try:
         yield
     except Exception as refused:  # whatever it is, the others wait in the exchange
@@ -100,14 +103,19 @@ def _differences(
     """The first thing that ranks do not share, and refusals; nothing where it is not the time to compare."""
     if parallel.size == 1 or _is_recorded() or not always and parallel.group in _compared:
         return []
+    facts: dict[str, Any] = {}
+    try:
+        if options is not None:
+            facts = {"LCE_CHECK_RANKS": always, "LCE_CHECK_LABELS": env.check_labels()}
+            facts |= _facts(options, tensors, always)
+    except Exception:
+        if refused is None:
+            raise  # nothing has been exchanged yet, so the others are told
+        facts = {}
     _compared.add(parallel.group)
     _exchanges[0] += 1
-    facts = {}
-    if options is not None:
-        facts = {"LCE_CHECK_RANKS": always, "LCE_CHECK_LABELS": env.check_labels()}
-        facts |= _facts(options, tensors, always)
-    refusal = None if refused is None else f"{type(refused).__name__}: {refused}"[:1000]
-    text = json.dumps([facts, refusal and refusal.encode("ascii", "replace").decode()])
+    refusal = None if refused is None else re.sub("[^ -~\n]", "?", f"{type(refused).__name__}: {refused}"[:1000])
+    text = json.dumps([facts, refusal])
     by_rank = [json.loads(text) for text in _exchange(text, parallel)]
     ranks = dist.get_process_group_ranks(parallel.group)
     found = []
@@ -127,6 +135,15 @@ def _is_recorded() -> bool:
             checks.refuse_under_graph_capture("LCE_CHECK_RANKS=1", torch.device("cuda"))
         return True
     return torch.compiler.is_compiling()
+
+
+def _fields_apart(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A teacher's fields have names of their own."""
+    for name, value in tensors.items():
+        if dataclasses.is_dataclass(value):
+            yield from ((f"{name}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
+        else:
+            yield name, value
 
 
 def _facts(options: LossOptions, tensors: Mapping[str, Any], always: bool) -> dict[str, Any]:
@@ -178,7 +195,7 @@ def _bit_checksum(value: Any) -> int | None:
 
 def _is_readable(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not value.is_meta and not value.is_nested
-    return is_tensor and value.layout == torch.strided
+    return is_tensor and value.layout == torch.strided and not sharded.is_released(value)
 
 
 def _sum_times_positions(value_N: torch.Tensor) -> int:

@@ -119,7 +119,7 @@ class Operators:
     def __call__(
         self, settings: dict[str, Any], operands: Sequence[Any], options: LossOptions, sequence_parallel: bool
     ) -> tuple[torch.Tensor, ...]:
-        """The values, an empty tensor for each that the settings do without."""
+        """The values, an empty tensor for each that the settings (constants of the graph) do without."""
         hidden, weight, bias, any_T = operands[:4]
         needs_grad = torch.is_grad_enabled() and (
             hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -128,7 +128,6 @@ class Operators:
         num_kept = _kept_rows(options, weight.shape[0], dtype, any_T.shape[0]) if needs_grad else 0
         # Plain values: Dynamo would hand a dataclass that was made in the trace over without its fields.
         values = {name: getattr(options, name) for name in OPTION_NAMES} | {"sequence_parallel": sequence_parallel}
-        settings = constants(settings)
         text = encoded(tuple(settings), tuple(settings.values()), tuple(values), tuple(values.values()))
         return self.forward(*operands, text, dtype, num_kept)[: self._num_values]
 
@@ -190,7 +189,7 @@ class Operators:
     def _backward(self, ctx, *grads):
         grads = grads[: self._num_values]
         refuse_batched_gradients(grads)
-        tensors = ctx.saved_tensors  # once: checkpointing allows no second time
+        tensors = ctx.saved_tensors
         operands, saved = tensors[: self._num_operands], tensors[self._num_operands :]
         needs = list(ctx.needs_input_grad[:3])
         found = [None] * 3

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
+from loongforge import agreement
 from tests.core import disagreement_checks, layout_checks, parallel_checks, step_checks, work_checks
 from tests.core.worlds import run_world
 
@@ -42,3 +44,8 @@ def test_layouts_of_8_processes(check):
 def test_work_not_done(check):
     failures = results(2, work_checks.__name__)[check]
     assert not failures, failures
+
+
+def test_a_checksum_part_by_part_is_that_of_the_whole():
+    values = torch.arange(3 << 19) % 97
+    assert agreement._checksum(values) == int((values * torch.arange(1, len(values) + 1)).sum())
