@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -157,7 +158,8 @@ def test_headline_is_what_was_measured(name):
     floors = re.findall(r"([0-9.]+) ms", headline)
     assert len(rows(headline)) == len(HEADLINE)
     for column, shape in enumerate(("llama3-8b", "dsv3")):
-        assert float(floors[column]) == pytest.approx(results[shape, HEADLINE[0]]["floor_ms"], abs=0.06)
+        floor = statistics.median(result["floor_ms"] for (one, _), result in results.items() if one == shape)
+        assert float(floors[column]) == pytest.approx(floor, abs=0.051), "that of table.txt"
         for cells, contender in zip(rows(headline), HEADLINE, strict=True):
             result = results[shape, contender]
             ratio, peak = map(float, re.findall(r"[0-9.]+", cells[2 + column]))
@@ -180,6 +182,15 @@ def test_tuning_guide_is_what_was_measured():
     for ratio, budget in ((nothing, "0"), (everything, "all")):
         shard = results["dsv3-tp8", f"loongforge token {budget}"]
         assert float(ratio) == pytest.approx(shard["ratio"], abs=0.006) and shard["peak_mib"] < 952
+
+
+@each_document
+def test_installing_and_the_commands_fit_together(document):
+    """`pip install` fills the reader's environment: a page that then runs `.venv` says where that comes from."""
+    shell = "".join(blocks(text_of(document), "bash"))
+    if "pip install -e" in shell and ".venv/bin/loongforge" in shell:
+        assert "scripts/install.sh" in without_blocks(text_of(document))
+    assert not re.search(r"pip install [\"']?loongforge", shell), "from a checkout: pip install -e '.[extra]'"
 
 
 # ---------------------------------------------------------------- the two languages
@@ -223,6 +234,12 @@ def test_a_translation_shows_the_same(original, translation):
         return sorted(path for path in found if path != original)
 
     assert links(original, english) == links(translation, chinese)
+
+    def pages(text):
+        """The lists of pages, in the order shown."""
+        return [Path(path).name for path in re.findall(r"^- \[[^]]*\]\(([^)#]+\.md)\)", text, re.MULTILINE)]
+
+    assert pages(english) == pages(chinese)
 
 
 @pytest.mark.parametrize("document", TRANSLATIONS.values())
