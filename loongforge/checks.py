@@ -50,8 +50,6 @@ def check_inputs(
     _check_normalizer(normalizer, hidden, options)
     num_rows = weight.shape[0]
     num_classes = options.vocab_size or num_rows * parallel.size
-    if num_classes == 1 and options.label_smoothing and options.label_smoothing_formula == "megatron":
-        raise ValueError("label_smoothing_formula='megatron' divides by V - 1 and needs a vocabulary of at least 2")
     if bias is not None and bias.shape != (num_rows,):
         raise ValueError(f"bias must have shape [{num_rows}] as weight's rows, got {list(bias.shape)}")
     _check_class_weight(class_weight, num_classes)
@@ -264,18 +262,25 @@ def _check_weight_shape(
             f"hidden must be [..., H] with H = {weight.shape[1]} as in weight [V, H] = {list(weight.shape)}, "
             f"got {list(hidden.shape)}"
         )
-    if options.vocab_size is None:
+    check_vocabulary("weight has", "rows", weight.shape[0], options, parallel)
+
+
+def check_vocabulary(holder: str, unit: str, mine: int, options: LossOptions, parallel: VocabParallel) -> None:
+    """The classes that the options name are those that ``mine`` of each rank make up."""
+    size, vocab_size = parallel.size, options.vocab_size
+    smoothed = options.label_smoothing and options.label_smoothing_formula == "megatron"
+    if smoothed and (vocab_size or mine * size) == 1:
+        raise ValueError("label_smoothing_formula='megatron' divides by V - 1 and needs a vocabulary of at least 2")
+    if vocab_size is None:
         return
-    num_rows, size = weight.shape[0], parallel.size
-    if size > 1 and num_rows >= options.vocab_size:
+    if size > 1 and mine >= vocab_size:
         raise ValueError(
-            f"weight has {num_rows} rows for a vocabulary of {options.vocab_size} under a tensor-parallel group of "
-            f"{size}: it is not sharded; pass rank {parallel.rank}'s rows (about {-(-options.vocab_size // size)}), "
-            "or tp_group=None"
+            f"{holder} {mine} {unit} for a vocabulary of {vocab_size} under a tensor-parallel group of {size}: it is "
+            f"not sharded; pass rank {parallel.rank}'s {unit} (about {-(-vocab_size // size)}), or tp_group=None"
         )
-    if num_rows * size < options.vocab_size:
+    if mine * size < vocab_size:
         raise ValueError(
-            f"weight has {num_rows} rows on each of {size} rank(s), fewer in all than vocab_size = {options.vocab_size}"
+            f"{holder} {mine} {unit} on each of {size} rank(s), fewer in all than vocab_size = {vocab_size}"
         )
 
 

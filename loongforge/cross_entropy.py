@@ -99,16 +99,17 @@ def cross_entropy(
     checks.refuse_function_transforms()
     parallel = VocabParallel.from_group(built.tp_group, False)
     given = {"logits": logits, "target": target, "class_weight": class_weight, "normalizer": normalizer}
-    with ranks_agree(parallel, built, given):
-        _check(logits, target, built, inplace_backward)
-    logits_TV = logits.reshape(-1, logits.shape[-1])
-    if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:
-        logits_TV = logits_TV.contiguous()
-    if inplace_backward and logits_TV.data_ptr() != logits.data_ptr():
-        raise ValueError(f"inplace_backward needs logits that flatten to [T, V] without a copy, got {_layout(logits)}")
+    with ranks_agree(parallel, built, given):  # all that a single rank may refuse: the others wait for it after this
+        _check(logits, target, built, parallel, inplace_backward)
+        logits_TV = logits.reshape(-1, logits.shape[-1])
+        if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:
+            logits_TV = logits_TV.contiguous()
+        if inplace_backward and logits_TV.data_ptr() != logits.data_ptr():
+            layout = _layout(logits)
+            raise ValueError(f"inplace_backward needs logits that flatten to [T, V] without a copy, got {layout}")
+        call = _prepare_call(logits_TV, class_weight is not None, built, parallel)
+        checks.check_reduction(logits, class_weight, normalizer, built, call.num_classes)
     target_T = target.reshape(-1).long()
-    call = _prepare_call(logits_TV, class_weight is not None, built, parallel)
-    checks.check_reduction(logits, class_weight, normalizer, built, call.num_classes)
     if env.check_labels():
         out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
         checks.check_labels_in_range(target, out_of_range, call.num_classes)
@@ -141,8 +142,11 @@ def _prepare_call(
     )
 
 
-def _check(logits: torch.Tensor, target: torch.Tensor, options: LossOptions, inplace_backward: bool) -> None:
+def _check(
+    logits: torch.Tensor, target: torch.Tensor, options: LossOptions, parallel: VocabParallel, inplace_backward: bool
+) -> None:
     checks.check_logits(logits, target)
+    checks.check_vocabulary("logits have", "columns", logits.shape[-1], options, parallel)
     for name in ("sequence_parallel", "logits_budget_mb", "compact_tokens", "fp32_logits", "fp32_grad_hidden"):
         if getattr(options, name) not in (False, None):
             raise ValueError(f"{name} has no meaning for logits that exist: use loongforge.linear_cross_entropy")

@@ -27,7 +27,7 @@ def refuse_shard(name: str, tensor: torch.Tensor) -> None:
             f"{name} is a DeepSpeed ZeRO-3 parameter of shape {shape} that is {status}, only a shard of it is here: "
             f"{INSIDE}, or gather it with deepspeed.zero.GatheredParameters for forward and backward"
         )
-    if _is_released(tensor):
+    if is_released(tensor):
         raise ValueError(
             f"{name} {list(tensor.shape)} has no storage: whoever shards it (FSDP, Megatron-FSDP) released it; {INSIDE}"
         )
@@ -41,7 +41,7 @@ def shapes_of(*tensors: torch.Tensor | None) -> list[torch.Size | None]:
 def require_unchanged(names: Sequence[str], tensors: Sequence[torch.Tensor | None], shapes: Sequence[Any]) -> None:
     """In backward: raise ``RuntimeError`` where a parameter is no longer what forward read."""
     for name, tensor, shape in zip(names, tensors, shapes, strict=True):
-        if tensor is not None and (tensor.shape != shape or _is_released(tensor)):
+        if tensor is not None and (tensor.shape != shape or is_released(tensor)):
             raise RuntimeError(
                 f"{name} had shape {list(shape)} in forward and was released before backward (shape "
                 f"{list(tensor.shape)}, {tensor.untyped_storage().nbytes()} bytes): whoever shards it (DeepSpeed "
@@ -49,7 +49,8 @@ def require_unchanged(names: Sequence[str], tensors: Sequence[torch.Tensor | Non
             )
 
 
-def _is_released(tensor: torch.Tensor) -> bool:
+def is_released(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's memory was given back while it kept its shape."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return plain and not tensor.is_meta and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 

@@ -91,7 +91,7 @@ def what_a_rank_refuses_before_it_compares_reaches_the_others(world):
     odd = world.rank == 1
     options = ({"label_smoothing": 1.5}, {"reduction": "avg"}, {"no_such_option": 1}, {"impl": "triton"})
     variables = (("LCE_CHECK_RANKS", "yes"), ("LCE_LOGITS_BUDGET_MB", "many"), ("LCE_IMPL", "triton"))
-    variables += (("LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE", "0"),)
+    variables += (("LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE", "0"), ("LCE_CHECK_LABELS", "yes"))
     cases = [(given, None) for given in options] + [({}, variable) for variable in variables]
     for given, variable in cases:
         if odd and variable:
@@ -196,6 +196,54 @@ def global_ranks_of_a_part_of_the_world(world):
     if world.rank in pair:
         with refused(f"rank {pair[0]} has .*, rank {pair[1]} has"):
             call(group, tokens=4 + world.rank)
+
+
+@check
+def a_tensor_that_was_released_reaches_the_others(world):
+    """What cannot be read is refused by its name and not by the comparison."""
+    odd = world.rank == 1
+    for name in ("weight", "target", "token_weight", "class_weight"):
+        tensors = {"weight": torch.ones(6, 8), "target": torch.arange(4)}
+        tensors |= {"token_weight": torch.ones(4), "class_weight": torch.ones(6 * world.size)}
+        if odd:
+            tensors[name].untyped_storage().resize_(0)
+        with refused(rf"{'^' if odd else 'rank 1: ValueError: '}{name} .* has no storage: whoever shards it"):
+            linear_cross_entropy(torch.ones(4, 8), **tensors, tp_group=dist.new_group())
+
+
+@check
+def a_refusal_of_any_text_fits_what_is_exchanged(world):
+    class Strange(str):
+        def __repr__(self):
+            return '\x01"\\\u00e9\n' * 1000
+
+    reduction = Strange("maximum") if world.rank == 1 else "mean"
+    with refused("reduction must be one of" if world.rank == 1 else r"rank 1: ValueError: reduction.*got \?\"\\\?\n"):
+        call(dist.new_group(), reduction=reduction)
+
+
+@check
+def existing_logits_that_one_rank_refuses(world):
+    """By its environment, or by how its logits lie in memory."""
+    odd = world.rank == 1
+
+    def step(logits=None, **options):
+        logits = torch.ones(4, 2, 6, requires_grad=True) * 1 if logits is None else logits
+        cross_entropy(logits, torch.zeros(4, 2).long(), tp_group=dist.new_group(), **options)
+
+    for name, value in (("LCE_IMPL", "triton"), ("LCE_FWD_VOCAB_SPLIT_SIZE", "0"), ("LCE_CHECK_LABELS", "yes")):
+        if odd:
+            os.environ[name] = value
+        with pytest.raises(
+            (RuntimeError, ValueError), match="LCE_|triton" if odd else "rank 1: (RuntimeError|ValueError): "
+        ):
+            step()
+        os.environ.pop(name, None)
+    transposed = (torch.ones(2, 4, 6, requires_grad=True) * 1).transpose(0, 1)
+    with refused("flatten to" if odd else "rank 1: ValueError: inplace_backward needs logits that flatten"):
+        step(transposed if odd else None, inplace_backward=True)
+    with refused("logits have 6 columns for a vocabulary of 6 under a tensor-parallel group of 3: it is not sharded"):
+        step(vocab_size=6)
 
 
 @check

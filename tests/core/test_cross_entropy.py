@@ -126,6 +126,12 @@ def test_labels_out_of_range_and_no_valid_token():
         ({"smoothing": 0.1}, TypeError, "did you mean label_smoothing"),
         ({"logits": torch.zeros(3, 4, requires_grad=True), "inplace_backward": True}, ValueError, "leaf's own data"),
         ({"logits": torch.zeros(4, 3).t(), "inplace_backward": True}, ValueError, r"strides \[1, 3\]"),
+        ({"vocab_size": 5}, ValueError, "logits have 4 columns on each of 1 .*fewer in all than vocab_size = 5"),
+        (
+            {"logits": torch.zeros(3, 1), "label_smoothing": 0.1, "label_smoothing_formula": "megatron"},
+            ValueError,
+            "needs a vocabulary of at least 2",
+        ),
     ],
 )
 def test_bad_input(change, error, message):

@@ -53,7 +53,7 @@ def _make_groups(rank: int, size: int) -> World:
     groups, not_mine = {}, None
     for name, members in layouts.items():
         for ranks in members:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=SECONDS_PER_COLLECTIVE))
             if rank in ranks:
                 groups[name] = (group, ranks)
             else:
