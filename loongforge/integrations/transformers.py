@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from loongforge.cross_entropy import cross_entropy
+from loongforge.integrations.families import FAMILIES, Family, transform
 from loongforge.integrations.hooks import is_moved_by_accelerate, name_of, rebind_old_forward
 from loongforge.integrations.peft import LoraHead, is_lora_layer, logits_users, output_layers
 from loongforge.loss import build_options, linear_cross_entropy
@@ -38,35 +40,6 @@ if importlib.util.find_spec("transformers") is None:
 
 _OWN = ("reduction", "ignore_index", "softcap", "logit_scale", "vocab_size", "tp_group", "sequence_parallel")
 """Options that follow from the model, its labels or its arguments."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a family does to its logits before the loss."""
-
-    softcap: Callable[[Any], float | None] = lambda model: None
-    logit_scale: Callable[[Any], float] = lambda model: 1.0
-
-
-_PLAIN = Family()
-_SOFTCAP = Family(softcap=lambda model: model.config.final_logit_softcapping)
-_SCALED = Family(logit_scale=lambda model: model.logit_scale)
-_DIVIDED = Family(logit_scale=lambda model: 1.0 / model.config.logits_scaling)
-_PLAIN_NAMES = """
-Apertus Arcee DeepseekV2 DeepseekV3 Ernie4_5 Exaone4 Gemma Glm Glm4 Glm4Moe GPTNeoX GptOss Helium HunYuanDenseV1
-Llama Ministral Ministral3 Mistral Mixtral Nemotron Olmo Olmo2 Olmo3 Olmoe Phi Phi3 Phimoe Qwen2 Qwen2Moe Qwen3 Qwen3Moe
-SeedOss SmolLM3 StableLm Starcoder2
-"""
-FAMILIES = {
-    **{f"{name}ForCausalLM": _PLAIN for name in _PLAIN_NAMES.split()},
-    "GPT2LMHeadModel": _PLAIN,
-    "Gemma2ForCausalLM": _SOFTCAP,
-    "Gemma3ForCausalLM": _SOFTCAP,
-    "GraniteForCausalLM": _DIVIDED,
-    "GraniteMoeForCausalLM": _DIVIDED,
-    "CohereForCausalLM": _SCALED,
-    "Cohere2ForCausalLM": _SCALED,
-}
 
 
 def fuse_loss(model: nn.Module, *, eval_logits: bool = False, **options: Any) -> nn.Module:
@@ -98,7 +71,7 @@ def fuse_loss(model: nn.Module, *, eval_logits: bool = False, **options: Any) ->
     layers = output_layers(causal_lm.get_output_embeddings())
     for layer in layers:
         _check_head(layer, causal_lm)
-    build_options({**options, **_transform(family, causal_lm)})
+    build_options({**options, **transform(family, causal_lm)})
     causal_lm._loongforge = _Settings(eval_logits, options)
     _change_class(causal_lm, _fused_model_class)
     for layer in layers:
@@ -132,8 +105,11 @@ class _Settings:
 
 @dataclass
 class _Request:
-    """A labelled forward's loss: what it is computed from, and where the output layer puts it."""
+    """A labelled forward's loss: whose it is, what it is computed from, and where the output layer puts it."""
 
+    model: Any
+    layers: list[Any]
+    """Its output layer, or the copies among which PEFT chooses."""
     labels: torch.Tensor
     arguments: dict[str, Any]
     """Those of the forward that are the loss's, by transformers' names."""
@@ -165,6 +141,11 @@ class _Request:
         Both come out of one autograd node, so that backward passes through the output layer's output before it needs
         the weight: there FSDP2 gathers it.
         """
+        if self.loss is not None:
+            raise NotImplementedError(
+                "the output layer was called more than once in a forward with labels (by a hook that wants logits?), "
+                "of which the fused loss knows one: call unfuse_loss(model) before"
+            )
         target, normalizer = self.target(hidden), self.normalizer(hidden)
         loss = linear_cross_entropy(hidden, weight, target, normalizer=normalizer, **tensors, **self.options)
         split: Any = torch.split_with_sizes_copy
@@ -192,10 +173,25 @@ _OF_HIDDEN_STATES = ("softcap", "logit_scale", "logits_budget_mb", "compact_toke
 """Options that logits have behind them, or that change no value."""
 
 
+_CURRENT = threading.local()
+"""``request``: that of the labelled forward which runs in this thread."""
+
+
+def _current() -> _Request | None:
+    return getattr(_CURRENT, "request", None)
+
+
+def _during(request: _Request | None, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    outer = _current()
+    _CURRENT.request = request
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _CURRENT.request = outer
+
+
 class _Fused:
     """A fused class has two bases, one of these and the class that the object had, and is made anew where it loads."""
-
-    _request: _Request | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         state: Any = super().__reduce_ex__(protocol)[2:]
@@ -218,25 +214,23 @@ def _empty_object(is_model: bool, original: Any) -> Any:
 
 @functools.cache
 def _fused_model_class(original: Any) -> type:
+    own_loss = original.loss_function.fget
+
     @functools.wraps(original.forward)
     def forward(self, *args, return_logits: bool | None = None, **kwargs):
         if kwargs.get("labels") is None and len(args) > 1:
             kwargs, args = _by_name(original, args, kwargs), ()
         settings = self.__dict__.get("_loongforge")
         if kwargs.get("labels") is None or settings is None:
-            return original.forward(self, *args, **kwargs)
+            if _current() is None:
+                return original.forward(self, *args, **kwargs)
+            return _during(None, original.forward, self, *args, **kwargs)  # called by a hook of a labelled one
         if return_logits is None:
             return_logits = settings.eval_logits and not self.training
-        request, layers = _prepare(self, FAMILIES[original.__name__], settings.options, kwargs, return_logits)
+        _check_loss(self, own_loss(self))
+        request = _request(self, FAMILIES[original.__name__], settings.options, kwargs, return_logits)
         return_dict = kwargs.pop("return_dict", None)
-        self._request = request
-        for layer in layers:
-            layer._request = None if request.from_logits else request
-        try:
-            output = original.forward(self, *args, **kwargs, return_dict=True)
-        finally:
-            for module in (self, *layers):
-                module._request = None
+        output = _during(request, original.forward, self, *args, **kwargs, return_dict=True)
         if not request.is_asked_for:
             raise RuntimeError(f"{original.__name__}.forward was replaced: it did not ask for the loss of its logits")
         wants_dict = self.config.return_dict if return_dict is None else return_dict
@@ -244,19 +238,17 @@ def _fused_model_class(original: Any) -> type:
             return tuple(None if name == "logits" and not return_logits else output[name] for name in output)
         return output if return_logits else type(output)(**{**output, "logits": None})
 
-    own_loss = original.loss_function.fget
-
     def loss_function(self):
         """transformers' own, except inside a fused forward."""
-        return own_loss(self) if self._request is None else self._request.loss_of
+        request = _current()
+        return own_loss(self) if request is None or request.model is not self else request.loss_of
 
     loss = property(loss_function, original.loss_function.fset)
     return _subclass(_FusedModel, original, forward=forward, loss_function=loss)
 
 
-def _prepare(model: Any, family: Family, options: dict, kwargs: dict, return_logits: bool) -> tuple[_Request, list]:
-    """What a forward with these arguments asks for, and the output layers that may be called."""
-    _check_loss(model)
+def _request(model: Any, family: Family, options: dict, kwargs: dict, return_logits: bool) -> _Request:
+    """What a forward with these arguments asks for."""
     head = model.get_output_embeddings()
     layers = output_layers(head)
     if not all(isinstance(layer, _FusedHead) for layer in layers):
@@ -272,16 +264,16 @@ def _prepare(model: Any, family: Family, options: dict, kwargs: dict, return_log
             stacklevel=3,
         )
     arguments = {name: kwargs[name] for name in _LOSS_ARGUMENTS if name in kwargs}
-    options = {**options, **_transform(family, model), "ignore_index": arguments.get("ignore_index", -100)}
-    return _Request(kwargs["labels"], arguments, options, return_logits or user is not None), layers
+    options = {**options, **transform(family, model), "ignore_index": arguments.get("ignore_index", -100)}
+    return _Request(model, layers, kwargs["labels"], arguments, options, return_logits or user is not None)
 
 
 @functools.cache
 def _fused_head_class(original: Any) -> type:
     @functools.wraps(original.forward)
     def forward(self, hidden, *args, **kwargs):
-        request = self._request
-        if request is None:
+        request = _current()
+        if request is None or request.from_logits or not any(layer is self for layer in request.layers):
             return original.forward(self, hidden, *args, **kwargs)
         if args or any(value is not None for value in kwargs.values()):
             names = ", ".join(kwargs) or f"{len(args)} by place"
@@ -312,15 +304,6 @@ def _causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _transform(family: Family, model: nn.Module) -> dict[str, Any]:
-    try:
-        return {"softcap": family.softcap(model), "logit_scale": float(family.logit_scale(model))}
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"the configuration of this {type(model).__name__} gives no scale of its logits: {error}"
-        ) from error
-
-
 def _family_of(model: Any) -> Family:
     cls = type(model)
     name = cls.__name__
@@ -336,14 +319,13 @@ def _family_of(model: Any) -> Family:
         raise NotImplementedError(
             f"{name}.forward was replaced by {function.__module__}: undo that, two fused losses cannot share a model"
         )
-    _check_loss(model)
+    _check_loss(model, model.loss_function)
     return FAMILIES[name]
 
 
-def _check_loss(model: Any) -> None:
+def _check_loss(model: Any, loss: Any) -> None:
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    loss = model.loss_function
     if loss is not ForCausalLMLoss:
         raise NotImplementedError(
             f"{type(model).__name__} computes its loss with {name_of(loss)}, which is not transformers' own "

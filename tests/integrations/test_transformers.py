@@ -8,8 +8,8 @@ import importlib.util
 import inspect
 import pickle
 import re
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +182,8 @@ def test_compiled_model_equals_eager():
     fused.zero_grad()
     loss.backward()
     assert relative(loss, expected.loss) < 1e-6
+    other = compiled(input_ids=IDS.flip(0), labels=LABELS).loss
+    assert relative(other, fused(IDS.flip(0), labels=LABELS).loss) < 1e-6 < relative(other, loss)
     for name, parameter in fused.named_parameters():
         assert relative(parameter.grad, gradients[name]) < 1e-5, name
 
@@ -332,10 +334,62 @@ def test_trainer_evaluates_on_logits(tmp_path, name):
     assert evaluated["eval_score"] > 0.1
 
 
-def test_replicas_have_their_own_request():
-    """torch.nn.DataParallel copies the attributes of every module: what a call stores is on the replica alone."""
-    model = fuse_loss(tiny())
-    head = model.get_output_embeddings()
-    replica = head._replicate_for_data_parallel()
-    replica._request = SimpleNamespace()
-    assert head._request is None
+# ---------------------------------------------------------------- calls inside and beside a labelled one
+
+
+def test_replicas():
+    """What torch.nn.DataParallel makes of a model in each of its threads."""
+    fused = fuse_loss(tiny())
+    replica, head = fused._replicate_for_data_parallel(), fused.lm_head._replicate_for_data_parallel()
+    replica._modules["lm_head"], head.weight, head.bias = head, fused.lm_head.weight, None
+    assert replica(IDS, labels=LABELS).logits is None
+    assert relative(replica(IDS, labels=LABELS).loss, tiny()(IDS, labels=LABELS).loss) < 1e-6
+
+
+def test_threads_do_not_see_each_others_labels():
+    """While one is between embedding and output layer, another asks for logits and for the loss of other labels."""
+    fused, results = fuse_loss(tiny()), []
+
+    def other():
+        results.append((fused(IDS).logits, fused(IDS.flip(0), labels=IDS).loss))
+
+    def run_other(module, args, output):
+        handle.remove()
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    handle = fused.model.norm.register_forward_hook(run_other)
+    loss, plain = fused(IDS, labels=LABELS).loss, tiny()
+    ((logits, others_loss),) = results
+    assert relative(loss, plain(IDS, labels=LABELS).loss) < 1e-6
+    assert torch.equal(logits, plain(IDS).logits)
+    assert relative(others_loss, plain(IDS.flip(0), labels=IDS).loss) < 1e-6
+
+
+def test_a_hook_that_calls_the_model():
+    fused, results = fuse_loss(tiny()), []
+
+    def call(module, args, output):
+        handle.remove()
+        results.extend((fused(IDS).logits, fused(IDS.flip(0), labels=IDS).loss))
+
+    handle = fused.model.norm.register_forward_hook(call)
+    loss, plain = fused(IDS, labels=LABELS).loss, tiny()
+    assert relative(loss, plain(IDS, labels=LABELS).loss) < 1e-6
+    assert torch.equal(results[0], plain(IDS).logits)
+    assert relative(results[1], plain(IDS.flip(0), labels=IDS).loss) < 1e-6
+
+
+def test_a_hook_that_calls_the_output_layer_is_refused():
+    """A logit lens: which of the calls is the model's is not known."""
+    fused = fuse_loss(tiny())
+
+    def look(module, args, output):
+        fused.lm_head(output)
+
+    lens = fused.model.norm.register_forward_hook(look)
+    with pytest.raises(NotImplementedError, match="output layer was called more than once in a forward with labels"):
+        fused(IDS, labels=LABELS)
+    lens.remove()
+    assert_same_step(tiny(), fused)
