@@ -1,4 +1,4 @@
-"""A model built with its own ``ProcessGroupCollection``: the loss runs over its group, not over the global one."""
+"""A model with process groups of its own, whose loss runs over them, and one that torch's FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -73,5 +73,51 @@ def the_models_own_tensor_parallel_group(world):
             assert torch.allclose(loss.flatten().double(), truth, rtol=1e-5), (sp, loss.flatten()[:4], truth[:4])
             loss.sum().backward()
             assert model.output_layer.weight.grad.isfinite().all()
+        loongforge.megatron.uninstall()
+        parallel_state.destroy_model_parallel()
+
+
+@check
+def a_root_that_fsdp2_shards(world):
+    """The output layer belongs to the root: whole in forward, a shard between forward and backward, whole again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with cpu.stand_ins():
+        from megatron.core import parallel_state, tensor_parallel
+
+        from tests.megatron.matrix import Row
+        from tests.megatron.small import batch, build, relative_error, run, upstream
+
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        loongforge.megatron.install()
+        mesh = init_device_mesh("cpu", (world.size,))
+        arguments = batch()
+        for value in arguments.values():
+            dist.broadcast(value, 0)  # the mean of the ranks' gradients is then that of each
+        for tied in (False, True):
+            expected = run(build(Row(tied=tied), linear=False), **arguments)
+            model = build(Row(tied=tied))
+            for module in (*model.decoder.layers, model):
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            before = loongforge.megatron.counters.fused
+            loss = model(**arguments)
+            assert loongforge.megatron.counters.fused == before + 1
+            sharded = [parameter.to_local() for parameter in model.parameters()]
+            assert sum(shard.numel() for shard in sharded) < 0.3 * sum(p.numel() for p in model.parameters())
+            loss.backward(upstream())
+            assert relative_error(loss, expected[0]) <= 1e-6
+            for name, parameter in model.named_parameters():
+                error = relative_error(parameter.grad.full_tensor(), expected[1][name])
+                assert error <= 1e-5, (tied, name, error)
+        model = build()
+        fully_shard(model.output_layer, mesh=mesh)  # as Megatron does with Transformer Engine's layers
+        try:
+            model(**arguments)
+        except NotImplementedError as error:
+            assert "FSDPColumnParallelLinear" in str(error)
+        else:
+            raise AssertionError("an output layer that is sharded by itself must be refused")
         loongforge.megatron.uninstall()
         parallel_state.destroy_model_parallel()

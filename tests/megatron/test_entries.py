@@ -11,6 +11,7 @@ from torch import nn
 
 import loongforge.megatron
 from loongforge.megatron import counters
+from tests.core.test_no_sync import Forbidden
 from tests.megatron.matrix import Row
 from tests.megatron.small import assert_same, batch, build, relative_error, run, upstream
 from tests.megatron.training import LINEAR, SEQUENCE, VOCABULARY, build_model, configuration
@@ -296,3 +297,27 @@ def test_checked_labels_name_the_place_in_the_batch(monkeypatch):
         model(**batch(labels=target))
     target[1, 3] = -7
     model(**batch(labels=target))
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_layer_and_loss_ask_the_host_for_nothing(tied):
+    """What a CUDA graph of the full iteration needs; Megatron's local attention would not keep to it."""
+    model, arguments, gradient = build(Row(tied=tied)), batch(), upstream()
+    hidden = torch.randn(SEQUENCE, 2, 32, requires_grad=True)
+    with Forbidden() as mode:
+        loss = model._postprocess(
+            hidden_states=hidden, mtp_in_postprocess=False, rotary_pos_emb=None, rotary_pos_cos=None,
+            rotary_pos_sin=None, **arguments,
+        )  # fmt: skip
+        loss.backward(gradient)
+    assert counters.fused == 1 and counters.materialized == 0 and hidden.grad.any() and "aten::mm" in mode.seen
+
+
+def test_megatron_fsdp_marks_its_parameters_as_the_hook_expects():
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    package = find_spec("megatron.core").submodule_search_locations[0]
+    source = Path(package) / "distributed" / "fsdp" / "src" / "megatron_fsdp" / "megatron_fsdp.py"
+    assert "param.__fsdp_param__ = True" in source.read_text()
