@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from side_by_side import Ended, Job, run_together, stop_on_sigterm, write_whole
@@ -32,7 +35,7 @@ TESTS = (str(SCRIPTS.parent / "tests" / "planning" / "test_plan.py"), "-k", "thi
 
 @dataclass(frozen=True)
 class Stage:
-    """One command; ``seconds`` is what it needs on an H200."""
+    """One command; ``seconds`` is what the stages before leave for it."""
 
     name: str
     command: tuple[str, ...]
@@ -54,14 +57,11 @@ def stages(arguments: argparse.Namespace) -> list[Stage]:
     return [stage for stage in known if stage.name in arguments.stages]
 
 
-def run(stage: Stage, limit: float, logs: Path) -> Ended:
+def run(stage: Stage, limit: float, logs: Path, ended: Callable[[Ended], None]) -> None:
     """Run one stage for at most ``limit`` seconds."""
     command = [*stage.command, *(["--time-limit", str(int(limit - ENDING))] if stage.knows_limit else [])]
-    found: list[Ended] = []
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    job = Job(stage.name, command, logs / f"{stage.name}.log", environment)
-    run_together([job], time.monotonic() + limit, found.append, patience=ENDING)
-    return found[0]
+    job = Job(stage.name, command, logs / f"{stage.name}.log", {**os.environ, "PYTHONUNBUFFERED": "1"})
+    run_together([job], time.monotonic() + limit, ended, patience=ENDING)
 
 
 def summary(results: list[tuple[Stage, Ended | None]]) -> str:
@@ -73,7 +73,7 @@ def summary(results: list[tuple[Stage, Ended | None]]) -> str:
             continue
         outcome = "stopped at the time limit" if ended.status is None else f"exit status {ended.status}"
         tail = "\n".join(ended.text.splitlines()[-60:])
-        command = " ".join(stage.command)
+        command = shlex.join(stage.command)
         parts.append(f"## {stage.name}: {outcome}, {ended.seconds:.0f} s\n\n    {command}\n\n```text\n{tail}\n```\n")
     return "\n".join(parts)
 
@@ -99,14 +99,20 @@ def main() -> int:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     todo = stages(arguments)
     results: list[tuple[Stage, Ended | None]] = []
+
+    def note(stage: Stage, ended: Ended | None) -> None:
+        results.append((stage, ended))
+        print(f"{stage.name}: {'no time' if ended is None else ended.status}", flush=True)
+        write_whole(arguments.output_dir / "summary.md", summary(results))
+
     with tempfile.TemporaryDirectory() as logs:
         for number, stage in enumerate(todo):
             left = deadline - time.monotonic()
             limit = max(left - sum(later.seconds for later in todo[number + 1 :]), min(left, stage.seconds)) - ENDING
-            ended = run(stage, limit, Path(logs)) if limit > 2 * ENDING else None
-            results.append((stage, ended))
-            print(f"{stage.name}: {'no time' if ended is None else ended.status}", flush=True)
-            write_whole(arguments.output_dir / "summary.md", summary(results))
+            if limit > 2 * ENDING:
+                run(stage, limit, Path(logs), partial(note, stage))
+            else:
+                note(stage, None)
         print(summary(results))
     return 0 if all(ended is not None and ended.status == 0 for _, ended in results) else 1
 

@@ -56,7 +56,10 @@ class Ended:
 def run_together(
     jobs: Sequence[Job], deadline: float, ended: Callable[[Ended], None], patience: float = PATIENCE
 ) -> None:
-    """Start all, call ``ended`` as each one ends, and stop what still runs at ``deadline`` (of ``time.monotonic``)."""
+    """Start all and call ``ended`` as each one ends.
+
+    What still runs at ``deadline`` (of ``time.monotonic``), or when this process is told to end, is stopped.
+    """
     running: dict[Job, tuple[subprocess.Popen, float]] = {}
     try:
         for job in jobs:
@@ -73,6 +76,8 @@ def run_together(
             time.sleep(0.1)
     finally:
         stop([process for process, _ in running.values()], patience)
+        for job, (_, started) in running.items():
+            ended(Ended(job, None, time.monotonic() - started))
 
 
 def _start(job: Job, lock: Path) -> subprocess.Popen:

@@ -76,6 +76,27 @@ def test_the_time_limit_ends_processes_and_their_children_and_keeps_the_logs(tmp
         assert archive.extractfile("quick.log").read() == b"done\n"
 
 
+ENDS_ITSELF = """
+import os, pathlib, signal, sys, threading, time
+sys.path.insert(0, {scripts!r})
+from side_by_side import Job, run_together, stop_on_sigterm
+stop_on_sigterm()
+log = pathlib.Path(sys.argv[1], "sleeper.log")
+sleeps = "import time; print('up', flush=True); time.sleep(60)"
+job = Job("sleeper", [sys.executable, "-c", sleeps], log, dict(os.environ))
+threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+run_together([job], time.monotonic() + 60, lambda ended: print("STOPPED", ended.status, ended.text))
+"""
+
+
+def test_told_to_end_it_ends_what_it_started_and_says_so(tmp_path):
+    code = ENDS_ITSELF.format(scripts=str(ROOT / "scripts"))
+    started = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - started < 30
+    assert result.returncode == 143 and result.stdout.startswith("STOPPED None up"), result.stdout + result.stderr
+
+
 STAGES = ["compare", "tests", "training"]
 
 
@@ -90,7 +111,7 @@ def on_gpu(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["megatron_on_gpu.py", "--output-dir", str(tmp_path), *flags])
         original = module.run
         monkeypatch.setattr(
-            module, "run", lambda stage, limit, logs: started.append(limit) or original(stage, limit, logs)
+            module, "run", lambda stage, limit, *more: started.append(limit) or original(stage, limit, *more)
         )
         monkeypatch.setattr(module, "stop_on_sigterm", lambda: None)
         return module.main()
