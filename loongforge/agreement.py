@@ -75,7 +75,8 @@ def ranks_agree(
     """Around the checks of one call: raises ``ValueError`` on every rank where ranks differ or one of them refuses.
 
     ``tensors`` by name, ``target`` among them, and what else of a call the ranks must share, as plain values or
-    dataclasses.  What a rank itself refuses it raises itself.  In a graph nothing is compared.
+    dataclasses.  What a rank itself refuses it raises itself.  In a trace nothing is compared:
+    the operators of the graph do it when they run.
     """
     return nullcontext() if torch.compiler.is_compiling() else _ranks_agree(parallel, options, tensors)
 
@@ -210,7 +211,8 @@ def _sum_times_positions(value_N: torch.Tensor) -> int:
 def _exchange(text: str, parallel: VocabParallel) -> list[str]:
     encoded = text.encode()
     assert len(encoded) < _BYTES, f"{len(encoded)} bytes of facts"
-    on_gpu = dist.get_backend(parallel.group) == "nccl"
+    backend = dist.get_backend(parallel.group)  # "cuda:nccl" where the group is for several kinds of devices
+    on_gpu = "nccl" in backend and "cpu" not in backend
     mine = torch.tensor(list(encoded.ljust(_BYTES)), dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     everyone = mine.new_empty(parallel.size * _BYTES)
     all_gather(everyone, mine, parallel.group).wait()

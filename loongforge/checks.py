@@ -175,6 +175,7 @@ def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOpt
     if options.reduction != "mean":
         raise ValueError(f"normalizer needs reduction='mean', got reduction={options.reduction!r}")
     if isinstance(normalizer, torch.Tensor):
+        _check_plain_tensor("normalizer", normalizer)
         if normalizer.numel() != 1 or normalizer.device != hidden.device:
             raise ValueError(
                 f"normalizer must be a number or a tensor of one element on {hidden.device}, "

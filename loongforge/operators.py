@@ -19,8 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from loongforge import env, per_token
+from loongforge.agreement import ranks_agree
 from loongforge.call import Call, Labels, prepare_call
-from loongforge.checks import compute_dtype, refuse_batched_gradients
+from loongforge.checks import check_is_here, compute_dtype, refuse_batched_gradients
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import rows_kept_by
@@ -98,7 +99,8 @@ class Operators:
 
     def __init__(self, name: str, computation: type[Computation]) -> None:
         operands, self.computation = computation.OPERANDS, computation
-        self._num_operands, self._num_values = operands.count(",") + 1, len(computation.VALUES)
+        self._names = [operand.split()[-1] for operand in operands.split(", ")]
+        self._num_operands, self._num_values = len(self._names), len(computation.VALUES)
         results = ["Tensor"] * (self._num_values + len(computation.SAVED) + 1)
         schema = f"({operands}, str settings, ScalarType dtype, SymInt kept_rows) -> ({', '.join(results)})"
         self.forward = torch.library.custom_op(f"loongforge::{name}", self._forward, mutates_args=(), schema=schema)
@@ -131,8 +133,14 @@ class Operators:
         text = encoded(tuple(settings), tuple(settings.values()), tuple(values), tuple(values.values()))
         return self.forward(*operands, text, dtype, num_kept)[: self._num_values]
 
+    def _named(self, operands: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(self._names, operands, strict=True))
+
     def _prepared(self, operands, text: str, dtype: torch.dtype, kept_rows: int) -> tuple[Computation, Call]:
         settings, options = _decoded(text)
+        for name, tensor in self._named(operands).items():
+            if tensor is not None:
+                check_is_here(name, tensor)
         computation = self.computation(**settings)
         with torch.no_grad():  # so that nothing is reserved
             parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
@@ -142,7 +150,10 @@ class Operators:
     def _forward(self, *inputs):
         *operands, text, dtype, kept_rows = inputs
         hidden, _, _, any_T = operands[:4]
-        computation, call = self._prepared(operands, text, dtype, kept_rows)
+        settings, options = _decoded(text)
+        parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
+        with ranks_agree(parallel, options, {**self._named(operands), **settings, "target": any_T}):
+            computation, call = self._prepared(operands, text, dtype, kept_rows)
         with torch.autocast(hidden.device.type, enabled=False):
             values, saved, kept = computation.forward(operands, call, keep=True)
         if kept is None:
@@ -234,12 +245,17 @@ def encoded(settings: tuple[str, ...], chosen: tuple[Any, ...], names: tuple[str
     return json.dumps([dict(zip(settings, chosen, strict=True)), options])
 
 
-@functools.lru_cache(maxsize=256)
 def _decoded(text: str) -> tuple[dict[str, Any], LossOptions]:
+    settings, values, group = _parsed(text)
+    if group is not None:  # looked up anew: a world that is made again gives its groups the same names
+        group = torch.distributed.distributed_c10d._resolve_process_group(group)
+    return settings, LossOptions(tp_group=group, **values)
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
     settings, values = json.loads(text)
-    if values["tp_group"] is not None:
-        values["tp_group"] = torch.distributed.distributed_c10d._resolve_process_group(values["tp_group"])
-    return settings, LossOptions(**values)
+    return settings, values, values.pop("tp_group")
 
 
 class Loss(Computation):

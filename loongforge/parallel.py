@@ -128,7 +128,7 @@ class VocabParallel:
         if not self.sequence_parallel:
             return Pending(grad_hidden, dist.all_reduce(grad_hidden, group=self.group, async_op=True))
         local = grad_hidden.new_empty((grad_hidden.shape[0] // self.size, *grad_hidden.shape[1:]))
-        if _lacks_reduce_scatter(self.group):
+        if _lacks_reduce_scatter(self.group, grad_hidden.device):
             dist.all_reduce(grad_hidden, group=self.group)
             return Pending(local.copy_(grad_hidden.chunk(self.size)[self.rank]))
         return Pending(local, reduce_scatter(local, grad_hidden, self.group), grad_hidden)
@@ -148,6 +148,9 @@ def _guarded(group: Any) -> None:
 _guarded._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what such a function is given is compared
 
 
-def _lacks_reduce_scatter(group: Any) -> bool:
-    """Gloo has reduce_scatter_tensor in torch 2.13; with older versions everything is reduced and sliced."""
-    return dist.get_backend(group) == "gloo" and torch.__version__ < "2.13"
+def _lacks_reduce_scatter(group: Any, device: torch.device) -> bool:
+    """Gloo has reduce_scatter_tensor in torch 2.13; with older versions everything is reduced and sliced.
+
+    On a CPU it may be part of a group for several devices, whose name says nothing of it.
+    """
+    return torch.__version__ < "2.13" and (device.type == "cpu" or dist.get_backend(group) == "gloo")

@@ -218,6 +218,10 @@ def placements_that_are_refused(world):
         linear_cross_entropy(hidden, rows, target)
     with pytest.raises(TypeError, match="hidden is a DTensor .*not both"):
         linear_cross_entropy(whole, weight, target)
+    for name, size in (("normalizer", 1), ("class_weight", VOCAB), ("token_weight", TOKENS)):
+        given = distribute_tensor(torch.ones(size), mesh, [Replicate()])
+        with pytest.raises(TypeError, match=f"{name} is a DTensor with placements .*Replicate"):
+            linear_cross_entropy(whole, rows, target, **{name: given})
     with pytest.raises(ValueError, match="another group than the mesh's"):
         linear_cross_entropy(whole, rows, target, tp_group=dist.new_group())
     assert linear_cross_entropy(hidden, rows.to_local(), target, tp_group=mesh.get_group()).isfinite()

@@ -88,3 +88,24 @@ def test_the_others_end_with_an_error(tmp_path, where, how):
     assert torch.load(tmp_path / "rank1.pt").isfinite().all() and not list(tmp_path.glob("*.part"))
     if how == "raises":
         assert json.loads((tmp_path / "rank1.json").read_text()) == {"outcome": "planted", "unchanged": True}
+
+
+def work_in_two_worlds(folder: Path) -> None:
+    """The second world gives its group the name that the first one's had."""
+    hidden, weight, target = torch.randn(3, 8), torch.randn(6, 8), torch.arange(3)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    losses = []
+    for world in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=0, world_size=1)
+        losses.append(float(compiled(hidden, weight, target, tp_group=dist.group.WORLD)))
+        dist.destroy_process_group()
+    (folder / "losses.json").write_text(json.dumps([*losses, float(linear_cross_entropy(hidden, weight, target))]))
+
+
+def test_a_world_that_is_made_again_after_a_compiled_step(tmp_path):
+    process = FORKED.Process(target=work_in_two_worlds, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(timeout=LONGEST)
+    assert process.exitcode == 0
+    first, second, eager = json.loads((tmp_path / "losses.json").read_text())
+    assert first == second == eager

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
-from loongforge import agreement
+from loongforge import agreement, parallel
 from tests.core import disagreement_checks, layout_checks, parallel_checks, step_checks, work_checks
 from tests.core.worlds import run_world
 
@@ -49,3 +50,14 @@ def test_work_not_done(check):
 def test_a_checksum_part_by_part_is_that_of_the_whole():
     values = torch.arange(3 << 19) % 97
     assert agreement._checksum(values) == int((values * torch.arange(1, len(values) + 1)).sum())
+
+
+@pytest.mark.parametrize("version", ("2.4.0", "2.9.1", "2.12.0+cpu", "2.13.0+cpu"))
+@pytest.mark.parametrize("backend", ("gloo", "undefined", "cpu:gloo,cuda:nccl"))
+def test_which_groups_lack_reduce_scatter(version, backend, monkeypatch):
+    """``init_process_group()`` without a backend says "undefined"."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(parallel.dist, "get_backend", lambda group: backend)
+    old = not version.startswith("2.13")
+    assert parallel._lacks_reduce_scatter(None, torch.device("cpu")) == old
+    assert parallel._lacks_reduce_scatter(None, torch.device("cuda")) == (old and backend == "gloo")

@@ -180,6 +180,28 @@ def a_graph_is_of_one_group(world: World):
 
 
 @check
+def a_graph_compares_ranks_and_refuses_shards(world: World):
+    """As eager calls do: at the first call of a group, or at every one, and what one rank refuses reaches the other."""
+    odd = world.rank == 1
+    inputs = make_inputs(TOKENS, HIDDEN, VOCAB)
+
+    def loss_of(weight, group):
+        return linear_cross_entropy(inputs.hidden, weight, inputs.target.clamp(max=19), tp_group=group)
+
+    compiled = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    group, weight = dist.new_group(), torch.randn(20, HIDDEN)
+    with pytest.raises(ValueError, match=rf"weight must be equal .* rank 0 has \[20, {HIDDEN}\].*, rank 1 has \[21, "):
+        compiled(torch.randn(20 + odd, HIDDEN), group)
+    assert compiled(weight, group).isfinite()
+    os.environ["LCE_CHECK_RANKS"] = "1"
+    weight = weight.clone()
+    if odd:
+        weight.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=rf"{'^' if odd else 'rank 1: ValueError: '}weight .* has no storage"):
+        compiled(weight, group)
+
+
+@check
 def compaction_in_a_graph(world: World):
     """With all tokens on every rank; the gather of slices has to stay outside of graphs."""
     group = world.groups["world"][0]
