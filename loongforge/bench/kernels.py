@@ -20,10 +20,11 @@ import torch
 from loongforge.bench.kernel_cases import FORWARD, GEMM_SHARE, Kernel, kernels_of
 from loongforge.bench.measure import failure, interleaved_ms, make_problem, release
 from loongforge.bench.progress import Progress
-from loongforge.bench.report import heading, require_folder, write_json, write_text
+from loongforge.bench.report import heading, write_json, write_text
 from loongforge.bench.run import DEFAULT_SHAPE, DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
 from loongforge.dispatch import choose
+from loongforge.errors import require_folder
 from loongforge.options import LossOptions
 from loongforge.plan import plan_chunks
 

@@ -14,11 +14,10 @@ import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours
 from loongforge.bench.measure import Problem, Step, make_problem, release, verdict
-from loongforge.bench.report import require_folder
 from loongforge.bench.run import DTYPES, describe, device_of, parse_budgets
 from loongforge.bench.shapes import HeadShape, add_size_flags, shapes_of
 from loongforge.bench.timeline import Timeline, record
-from loongforge.errors import UsageError
+from loongforge.errors import UsageError, require_folder
 
 UNFUSED = {
     peer.name: peer for peer in PEERS if peer.name in ("torch eager fp32 loss", "torch eager", "megatron unfused")

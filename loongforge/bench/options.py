@@ -16,9 +16,9 @@ import torch
 from loongforge import TeacherHead, TeacherTopK
 from loongforge.bench.measure import LARGEST_ERROR, relative_error, release, three_products, time_ms
 from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
-from loongforge.bench.report import require_folder
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import HeadShape, parse_shape
+from loongforge.errors import require_folder
 
 BLOCK_TOKENS = 512
 """Tokens whose float32 logits exist at once in the check."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from loongforge.bench.contenders import PEERS
 from loongforge.bench.measure import Result
 from loongforge.bench.shapes import HeadShape, parse_shape
-from loongforge.errors import UsageError
+from loongforge.errors import UsageError, require_folder
 
 
 def table(shape: HeadShape, results: Sequence[Result]) -> str:
@@ -91,18 +90,6 @@ def write_json(path: Path, environment: dict[str, Any], results: Sequence[Any]) 
         for result in results
     ]
     path.write_text(json.dumps({"environment": environment, "results": lines}, indent=1) + "\n", encoding="utf-8")
-
-
-def require_folder(folder: Path | None) -> None:
-    """:class:`UsageError` where no file could be written there: asked before the measurement, not after it."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise UsageError(f"results go to a folder that can be written to, {folder} is none: {error}") from error
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:

@@ -21,9 +21,9 @@ import torch
 from loongforge.bench.contenders import PEERS, Contender, ours, versions
 from loongforge.bench.measure import Result, make_problem, measure, release
 from loongforge.bench.progress import Progress
-from loongforge.bench.report import draw, heading, redraw, require_folder, tables, write
+from loongforge.bench.report import draw, heading, redraw, tables, write
 from loongforge.bench.shapes import SHAPES, HeadShape, add_size_flags, positive, shapes_of
-from loongforge.errors import UsageError
+from loongforge.errors import UsageError, require_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)

@@ -19,9 +19,10 @@ import torch
 import loongforge
 from loongforge.bench.contenders import Contender, LossFunction
 from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
-from loongforge.bench.report import median_floor_ms, require_folder
+from loongforge.bench.report import median_floor_ms
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import parse_shape
+from loongforge.errors import require_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,10 @@ from loongforge import linear_cross_entropy
 from loongforge.bench.communication import AS_IT_IS, Collective, Mode, Overlap, collective, modes, overlaps
 from loongforge.bench.measure import float32_truth, relative_error, release, three_products
 from loongforge.bench.ranks import World
-from loongforge.bench.report import require_folder
 from loongforge.bench.run import describe
 from loongforge.bench.shapes import HeadShape, parse_shape, positive
 from loongforge.bench.tensor_parallel_report import Result, report
-from loongforge.errors import UsageError
+from loongforge.errors import UsageError, require_folder
 
 SHAPES = ("dsv3", "llama3-8b")
 LINK_MIB = (1, 4, 16, 64, 256)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from loongforge.errors import require_folder
 from loongforge.train.config import TrainConfig
 from loongforge.train.distributed import Layout
 from loongforge.train.errors import CheckpointError
@@ -62,8 +63,9 @@ def iteration_folder(folder: str, iteration: int) -> Path:
 
 
 def check_save_folder(config: TrainConfig) -> None:
-    """Refuse a new run in a folder that holds the checkpoints of another."""
+    """Refuse a folder that cannot be written to, and a new run in one that holds the checkpoints of another."""
     save = config.checkpoint.save
+    require_folder(save)
     if save is None or (_saves_where_it_loads(config) and not config.checkpoint.finetune):
         return
     iteration = latest_iteration(save)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loongforge.errors import require_folder
 from loongforge.train.config import TrainConfig
 from loongforge.train.distributed import Layout
 from loongforge.train.errors import require_packages
@@ -102,5 +103,6 @@ def _tensorboard_writer(config: TrainConfig, layout: Layout, first_iteration: in
     require_packages("tensorboard", extra="train")
     from torch.utils.tensorboard import SummaryWriter
 
+    require_folder(config.logging.tensorboard_dir)
     # Events that a killed run wrote after its last checkpoint are dropped from the curves.
     return SummaryWriter(config.logging.tensorboard_dir, purge_step=first_iteration + 1)

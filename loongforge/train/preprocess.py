@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from loongforge.errors import require_folder
 from loongforge.train.errors import DataError, require_packages
 from loongforge.train.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -41,8 +42,8 @@ def preprocess(inputs: list[str], prefix: str, tokenizer: str = "bpe", vocab_siz
     require_packages("megatron.core", extra="train")
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+    require_folder(Path(prefix).parent)
     chosen = _tokenizer(tokenizer, inputs, vocab_size)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     unfinished = f"{prefix}.unfinished"
     dtype = DType.optimal_dtype(chosen.vocab_size)
     builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=dtype)

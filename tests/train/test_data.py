@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from loongforge import cli
+from loongforge.errors import UsageError
+from loongforge.train import preprocess as preprocess_module
+from loongforge.train.checkpoint import check_save_folder
 from loongforge.train.data import ConfigError, MicroBatches, batches, check_token_files, parse_blend
 from loongforge.train.errors import DataError
+from loongforge.train.metrics import _tensorboard_writer
 from loongforge.train.preprocess import preprocess, read_documents, split_text, tokenizer_path
 from loongforge.train.tokenizer import load_tokenizer
 
@@ -40,6 +45,22 @@ def test_a_saved_tokenizer_makes_the_same_tokens(tmp_path, text_file):
     preprocess([str(text_file)], first, "bpe", 400)
     preprocess([str(text_file)], second, str(tokenizer_path(first)))
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_work(tmp_path, text_file, capsys, monkeypatch):
+    """Of token files, checkpoints and curves."""
+    file = tmp_path / "file"
+    file.write_text("here already")
+    monkeypatch.setattr(preprocess_module, "_tokenizer", lambda *given: pytest.fail("trained a tokenizer first"))
+    assert cli.main(["preprocess", "--input", str(text_file), "--output-prefix", f"{file}/x"]) == 2
+    message = f"results go to a folder that can be written to, {file} is none"
+    assert message in capsys.readouterr().err
+    checkpoint, logging = SimpleNamespace(save=str(file)), SimpleNamespace(tensorboard_dir=str(file))
+    config = SimpleNamespace(checkpoint=checkpoint, logging=logging)
+    with pytest.raises(UsageError, match=message):
+        check_save_folder(config)
+    with pytest.raises(UsageError, match=message):
+        _tensorboard_writer(config, SimpleNamespace(rank=0), 0)
 
 
 def test_json_lines_are_documents_and_text_is_cut_at_blank_lines(tmp_path):
