@@ -37,7 +37,8 @@ _exchanges = [0]
 def refusals_travel(function: Callable) -> Callable:
     """Decorator of a public function: what it refuses before :func:`ranks_agree` runs reaches the other ranks too.
 
-    Its group is the argument ``tp_group`` or that of the :class:`LossOptions` among its arguments.
+    Its group is the argument ``tp_group``, that of the :class:`LossOptions` among its arguments, or that of the mesh
+    of hidden states that are a DTensor.
     """
 
     @wraps(function)
@@ -58,6 +59,9 @@ def refusals_travel(function: Callable) -> Callable:
 def _tell(args: tuple, kwargs: Mapping[str, Any], refused: Exception) -> None:
     given = (value for value in itertools.chain(args, kwargs.values()) if isinstance(value, LossOptions))
     group = next((options.tp_group for options in given), kwargs.get("tp_group"))
+    hidden: Any = args[0] if args else kwargs.get("hidden")
+    if group is None and sharded.is_dtensor(hidden) and hidden.device_mesh.ndim == 1:
+        group = hidden.device_mesh.get_group()
     try:
         parallel = VocabParallel.from_group(group, False)
     except (TypeError, ValueError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def a_tensor_parallel_plan(world):
     replicated = distribute_tensor(inputs.hidden, mesh, [Replicate()])
     ours = linear_cross_entropy(replicated, distribute_tensor(inputs.weight, mesh, [Shard(0)]), inputs.target)
     assert relative(ours, theirs.to_local()) < 1e-12
+
+
+@check
+def what_one_rank_of_a_plan_refuses_reaches_the_others(world):
+    """Before its group is known from the mesh, and after."""
+    os.environ["LCE_CHECK_RANKS"] = "1"
+    odd, mesh = world.rank == 1, init_device_mesh("cpu", (world.size,))
+    whole = distribute_tensor(torch.randn(TOKENS, HIDDEN), mesh, [Replicate()])
+    rows = distribute_tensor(torch.randn(VOCAB, HIDDEN), mesh, [Shard(0)])
+    for bad in ({"label_smoothing": 1.5}, {"normalizer": "two"}):
+        with pytest.raises((ValueError, TypeError), match="must be" if odd else f"rank 1: .*{next(iter(bad))} must be"):
+            linear_cross_entropy(whole, rows, torch.zeros(TOKENS).long(), **(bad if odd else {}))
 
 
 class ParallelHead(nn.Module):
