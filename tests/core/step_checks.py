@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -32,21 +34,32 @@ def loss_of(world, local, sequence_parallel, **options):
 
 @check
 def only_the_local_hidden_states_are_saved(world):
-    for budget in KEPT:
-        local = shard(world, "world", make_inputs(TOKENS, HIDDEN, VOCAB), sequence_parallel=True)
-        saved = []
+    for budget, fp32_grad_hidden in itertools.product(KEPT, (False, True)):
+        local = shard(world, "world", make_inputs(TOKENS, HIDDEN, VOCAB, torch.bfloat16), sequence_parallel=True)
+        options = {"logits_budget_mb": budget, "fp32_grad_hidden": fp32_grad_hidden}
+        saved, gathered = [], []
 
         def pack(tensor, saved=saved):
             saved.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = loss_of(world, local, True, logits_budget_mb=budget, reduction="none")
+        def gather_tokens(self, hidden, gathered=gathered, original=parallel.VocabParallel.gather_tokens):
+            tokens = original(self, hidden)
+            gathered.append(weakref.ref(tokens._all_TH))
+            return tokens
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(parallel.VocabParallel, "gather_tokens", gather_tokens))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+            loss = loss_of(world, local, True, reduction="none", **options)
+            assert [alive() for alive in gathered] == [None]
         storages = {tensor.untyped_storage().data_ptr() for tensor in saved}
         assert local.hidden.untyped_storage().data_ptr() in storages
         others = [t for t in saved if t.untyped_storage().data_ptr() != local.weight.untyped_storage().data_ptr()]
         assert max(tensor.numel() for tensor in others) == local.hidden.numel() == TOKENS // world.size * HIDDEN
-        loss.sum().backward()
+        with mock.patch.object(parallel.VocabParallel, "gather_tokens", gather_tokens):
+            loss.sum().backward()
+        assert [alive() for alive in gathered] == [None, None]
 
 
 class Log:
@@ -118,7 +131,7 @@ def what_runs_beside_the_collectives(world):
         assert backward == ["start all_gather", *pieces_again, f"product_ {TOKENS}", *end], backward
 
 
-def train(world, sequence_parallel: bool, steps: int) -> list[torch.Tensor]:
+def train(world, sequence_parallel: bool, steps: int, **options) -> list[torch.Tensor]:
     """Losses and final weights of ``steps`` steps of an embedding and an output layer, from one seed."""
     generator = torch.Generator().manual_seed(1)
     embedding = (torch.randn(VOCAB, HIDDEN, generator=generator) / 4).bfloat16().requires_grad_()
@@ -137,6 +150,7 @@ def train(world, sequence_parallel: bool, steps: int) -> list[torch.Tensor]:
             (7 * tokens + 3) % VOCAB,
             tp_group=world.groups["world"][0],
             sequence_parallel=sequence_parallel,
+            **options,
         )
         optimizer.zero_grad()
         loss.backward()
@@ -152,8 +166,9 @@ def twenty_steps_repeat_bit_for_bit(world):
     """Under torch's deterministic mode; losses are also the same on every rank."""
     torch.use_deterministic_algorithms(True)
     try:
-        for sequence_parallel in (False, True):
-            first, second = train(world, sequence_parallel, 20), train(world, sequence_parallel, 20)
+        for sequence_parallel, fp32_grad_hidden in ((False, False), (True, False), (True, True)):
+            arguments = (world, sequence_parallel, 20)
+            first, second = (train(*arguments, fp32_grad_hidden=fp32_grad_hidden) for _ in range(2))
             assert all(map(torch.equal, first, second))
             losses = torch.stack(first[:20])
             assert losses[-1] < losses[0] and losses.unique().numel() == 20
