@@ -9,12 +9,13 @@ NEWEST_EXCLUSIVE = (0, 20, 0)
 
 
 def megatron_version() -> str:
-    """Version text of the installed megatron-core; ``ImportError`` naming the extra where there is none."""
+    """Version text of the installed megatron-core; ``ImportError`` with cause and extra where that fails."""
     try:
         import megatron.core
     except ImportError as error:
         raise ImportError(
-            "loongforge.megatron needs megatron-core, which cannot be imported: pip install 'loongforge[megatron]'"
+            f"loongforge.megatron needs megatron-core, which cannot be imported ({error}): "
+            "pip install 'loongforge[megatron]' brings what is missing"
         ) from error
     return megatron.core.__version__
 

@@ -70,12 +70,12 @@ def test_known_versions(version):
     versions.check_supported(version)
 
 
-def test_missing_megatron_names_the_extra(monkeypatch):
+def test_missing_megatron_names_the_cause_and_the_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(ImportError, match=r"pip install 'loongforge\[megatron\]'"):
+    with pytest.raises(ImportError, match=r"\(.*megatron.*\): pip install 'loongforge\[megatron\]'"):
         versions.megatron_version()
 
 
