@@ -4,19 +4,12 @@
 python scripts/benchmark_options.py llama3-8b --output-dir docs/benchmarks/h200
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from loongforge.bench.options import add_arguments, run  # noqa: E402
-from loongforge.errors import UsageError  # noqa: E402
+from loongforge.bench import options, script  # noqa: E402
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    try:
-        run(parser.parse_args())
-    except UsageError as error:
-        parser.error(str(error))
+    script.main(__doc__, options.add_arguments, options.run)
