@@ -113,8 +113,9 @@ def _fold_tile(x, lane_max, lane_sum):
 def _weighted(x, class_weight_ptr, column, valid):
     """``class_weight * x``; columns that do not exist were loaded as 0 and stay 0."""
     if class_weight_ptr is not None:
-        x = x * tl.load(class_weight_ptr + column, mask=valid, other=0.0)
-    return x
+        return x * tl.load(class_weight_ptr + column, mask=valid, other=0.0)
+    else:
+        return x + 0.0  # Triton 3.6 fails on a sum of what was loaded and nothing else (OptimizeThreadLocality)
 
 
 # Every pointer and number: the kernels find out about alignment themselves.

@@ -95,7 +95,7 @@ def test_memory_on_this_gpu(dtype, reduction, budget):
 
     shape = HeadShape.of_sizes(4096, 1024, 50304)
     contender = next(one for one in ours([budget]) if one.per_token == (reduction == "none"))
-    result = measure(contender, shape, make_problem(shape, torch.device("cuda"), dtype), 1.0, 1)
+    result = measure(contender, shape, make_problem(shape, torch.device("cuda"), dtype), 1)
     asked = Layer(shape, dtype, reduction)
     assert peak_bytes(asked, asked.plan(budget)) / 2**20 == pytest.approx(result.peak_mib, rel=0.05)
 
