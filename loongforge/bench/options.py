@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ from typing import Any
 import torch
 
 from loongforge import TeacherHead, TeacherTopK
-from loongforge.bench.measure import LARGEST_ERROR, relative_error, release, three_products, time_ms
+from loongforge.bench.measure import LARGEST_ERROR, failure, relative_error, release, three_products, time_ms
 from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
+from loongforge.bench.progress import TimeLimit
+from loongforge.bench.report import write_record
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import require_folder
@@ -43,34 +44,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="comma-separated beginnings of cases' names; default: all")
     parser.add_argument("--budgets", default="0,all", help="comma-separated MiB of kept logits, or all")
     add_measurement_flags(parser)
+    TimeLimit.add_argument(parser)
     parser.add_argument("--output-dir", type=Path, help="folder for options.json; default: print only")
 
 
 def run(options: argparse.Namespace) -> list[Line]:
-    """Measure, print the table last, write; returns every line."""
+    """Measure, write after every line, print the table last; returns every line."""
+    limit = TimeLimit(options.time_limit)
     shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
     prefixes = [text.strip() for text in options.only.split(",") if text.strip()]
     cases = [case for case in CASES if not prefixes or case.name.startswith(tuple(prefixes))]
     budgets: list[int | str] = [text if text == "all" else int(text) for text in options.budgets.split(",")]
     require_folder(options.output_dir)
+    environment, lines = describe(device, dtype), []
     operands = make_operands(shape, device, dtype)
     floor = time_ms(three_products(operands.hidden.detach(), operands.weight.detach()), device, options.repetitions)
-    lines = []
     for case in cases:
-        truth = truth_of(case, operands)
-        for budget in budgets if case.has_gradient else budgets[:1]:
-            lines.append(measure(case, operands, truth, budget, options.repetitions))
-            print(f"  {case.name}, budget {budget}: {lines[-1].step_ms:.2f} ms, {lines[-1].status}", file=sys.stderr)
-        del truth
+        for line in lines_of(case, operands, budgets, options.repetitions, limit):
+            lines.append(line)
+            print(f"  {line.name}, budget {line.budget_mb}: {line.step_ms:.2f} ms, {line.status}", file=sys.stderr)
+            if options.output_dir:
+                record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor}
+                record["results"] = [asdict(line) for line in lines]
+                write_record(options.output_dir / "options.json", record)
         release(device)
-    environment = describe(device, dtype)
-    if options.output_dir:
-        record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor}
-        record["results"] = [asdict(line) for line in lines]
-        (options.output_dir / "options.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
     print(table(lines, floor))
     return lines
+
+
+def lines_of(
+    case: Case, operands: Operands, budgets: Sequence[int | str], repetitions: int, limit: TimeLimit
+) -> Iterator[Line]:
+    """One line a budget; a case without a gradient keeps no logits and has one.  What fails becomes a line's status."""
+    truth: list[torch.Tensor] = []
+    for budget in budgets if case.has_gradient else budgets[:1]:
+        if obstacle := limit.obstacle():
+            yield Line(case.name, budget, obstacle)
+            continue
+        with limit.line():
+            try:
+                truth = truth or truth_of(case, operands)
+                line = measure(case, operands, truth, budget, repetitions)
+            except Exception as error:  # a kernel that a device or a compiler refuses must not end the measurement
+                line = Line(case.name, budget, failure(error))
+        yield line
 
 
 def make_operands(shape: HeadShape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Operands:

@@ -1,7 +1,11 @@
-"""Where a comparison stands: one line that moves on a terminal, one line per step elsewhere; on standard error."""
+"""Where a comparison stands, and how long it may go on.
+
+Progress is one line that moves on a terminal, one line per step elsewhere; on standard error.
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import sys
 import time
@@ -9,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
+
+from loongforge.bench.shapes import positive
 
 WIDTH = 24
 
@@ -53,3 +59,32 @@ class Progress:
     def _clear(self) -> None:
         if self._stream.isatty():
             self._stream.write("\r\033[K")
+
+
+class TimeLimit:
+    """Seconds for a whole measurement, from its creation on; None: as many as it takes."""
+
+    def __init__(self, seconds: int | None) -> None:
+        self._seconds, self._start, self._longest = seconds, time.monotonic(), 0.0
+
+    @staticmethod
+    def add_argument(parser: argparse.ArgumentParser) -> None:
+        """``--time-limit``."""
+        parser.add_argument(
+            "--time-limit", type=positive, metavar="SECONDS", help="lines that do not fit are listed as not run"
+        )
+
+    def obstacle(self) -> str:
+        """Why no further line is begun, or nothing: one may take as long as the longest before it."""
+        if self._seconds is None:
+            return ""
+        left = self._start + self._seconds - time.monotonic()
+        enough = left > self._longest
+        return "" if enough else f"not run: --time-limit {self._seconds} left {max(0.0, left):.0f} s"
+
+    @contextmanager
+    def line(self) -> Iterator[None]:
+        """Around each line, to know how long they take."""
+        begun = time.monotonic()
+        yield
+        self._longest = max(self._longest, time.monotonic() - begun)

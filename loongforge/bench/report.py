@@ -89,7 +89,14 @@ def write_json(path: Path, environment: dict[str, Any], results: Sequence[Any]) 
         {key: None if value != value else value for key, value in (vars(result) | {"ratio": result.ratio}).items()}
         for result in results
     ]
-    path.write_text(json.dumps({"environment": environment, "results": lines}, indent=1) + "\n", encoding="utf-8")
+    write_record(path, {"environment": environment, "results": lines})
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """JSON in the place of an earlier one: whoever ends this process finds one of them whole."""
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:

@@ -7,7 +7,6 @@ products should cost about the rest of the share.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -19,9 +18,10 @@ import torch
 import loongforge
 from loongforge.bench.contenders import Contender, LossFunction
 from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
-from loongforge.bench.report import median_floor_ms
+from loongforge.bench.progress import TimeLimit
+from loongforge.bench.report import median_floor_ms, write_record
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
-from loongforge.bench.shapes import parse_shape
+from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import require_folder
 
 
@@ -30,37 +30,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shape", nargs="?", default="llama3-8b", help="a name, or TOKENSxHIDDENxVOCAB")
     parser.add_argument("--masked", type=float, default=0.8, help="share of tokens without a loss (default 0.8)")
     add_measurement_flags(parser)
+    TimeLimit.add_argument(parser)
     parser.add_argument("--output-dir", type=Path, help="folder for sft.json; default: print only")
 
 
 def run(options: argparse.Namespace) -> list[Result]:
-    """Measure, print the table last, write; returns every line."""
+    """Measure, write after every line, print the table last; returns every line."""
+    limit = TimeLimit(options.time_limit)
     shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
     require_folder(options.output_dir)
+    environment, results = describe(device, dtype), []
     problem = make_problem(shape, device, dtype)
     release(device)
-    results = []
 
     def measure_all(problem: Problem, contenders: Sequence[Contender]) -> None:
         for contender in contenders:
             torch.compiler.reset()
-            results.append(measure(contender, shape, problem, options.repetitions))
-            print(
-                f"  {contender.name}: {results[-1].step_ms:.2f} ms, {results[-1].status}", file=sys.stderr, flush=True
-            )
+            results.append(measure_or_say_why_not(limit, contender, shape, problem, options.repetitions))
+            last = results[-1]
+            print(f"  {last.name}: {last.step_ms:.2f} ms, {last.status}", file=sys.stderr, flush=True)
+            if options.output_dir:
+                record = {"environment": environment, "shape": asdict(shape), "floor_ms": median_floor_ms(results)}
+                record |= {"masked": options.masked, "results": [asdict(result) for result in results]}
+                write_record(options.output_dir / "sft.json", record)
 
     measure_all(problem, every_token())
     problem = masked(problem, options.masked)
     bound = round(shape.tokens * (1 - options.masked) * 1.05) + 64
     measure_all(problem, with_masked_tokens(options.masked, bound))
-    environment, floor = describe(device, dtype), median_floor_ms(results)
-    if options.output_dir:
-        record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor, "masked": options.masked}
-        record["results"] = [asdict(result) for result in results]
-        (options.output_dir / "sft.json").write_text(json.dumps(record, indent=1) + "\n")
+    floor = median_floor_ms(results)
     print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
     print(table(results))
     return results
+
+
+def measure_or_say_why_not(
+    limit: TimeLimit, contender: Contender, shape: HeadShape, problem: Problem, repetitions: int
+) -> Result:
+    """The contender's line, measured if there is time for it."""
+    if obstacle := limit.obstacle():
+        return Result(shape.name, contender.name, contender.per_token, contender.is_ours, contender.budget_mb, obstacle)
+    with limit.line():
+        return measure(contender, shape, problem, repetitions)
 
 
 def masked(problem: Problem, share: float) -> Problem:

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from loongforge.bench import options
+from loongforge.bench import options, progress
 from loongforge.bench.option_cases import CASES
 from loongforge.bench.shapes import HeadShape
 from tests.helpers import worst
@@ -53,3 +53,44 @@ def test_only_some(only, monkeypatch):
     monkeypatch.setattr(options, "measure", lambda case, *rest: chosen.append(case.name) or options.Line(case.name, 0))
     options.run(arguments("8x8x200", "--device", "cpu", "--repetitions", "1", "--budgets", "0", "--only", only))
     assert chosen and all(name.startswith(tuple(part.strip() for part in only.split(","))) for name in chosen)
+
+
+def small(*words: str) -> argparse.Namespace:
+    return arguments("8x8x200", "--dtype", "fp32", "--device", "cpu", "--repetitions", "1", *words)
+
+
+def test_lines_without_time_are_listed_as_not_run(tmp_path, monkeypatch):
+    """Every look at the clock is a second, so every line takes 2: the third of three finds too little left."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    lines = options.run(small("--time-limit", "8", "--only", "loss", "--budgets", "0", "--output-dir", str(tmp_path)))
+    outcomes = [line.status for line in lines]
+    assert outcomes[:2] == ["ok", "ok"] and len(lines) == 8
+    assert outcomes[2:] == [f"not run: --time-limit 8 left {left} s" for left in (1, 0, 0, 0, 0, 0)]
+    written = json.loads((tmp_path / "options.json").read_text())
+    assert [line["status"] for line in written["results"]] == outcomes
+
+
+def test_what_ends_early_has_written_its_lines(tmp_path, monkeypatch):
+    original = options.measure
+
+    def ends_at_the_third(case, operands, truth, budget, repetitions):
+        if case.name == "loss z_loss_weight":
+            raise KeyboardInterrupt
+        return original(case, operands, truth, budget, repetitions)
+
+    monkeypatch.setattr(options, "measure", ends_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        options.run(small("--budgets", "0", "--output-dir", str(tmp_path)))
+    written = json.loads((tmp_path / "options.json").read_text())
+    assert [line["name"] for line in written["results"]] == ["loss", "loss label_smoothing"]
+    assert [path.name for path in tmp_path.iterdir()] == ["options.json"]
+
+
+def test_a_case_that_fails_does_not_end_the_measurement(monkeypatch):
+    def refuse(case, *rest):
+        raise RuntimeError("no such kernel\nmore")
+
+    monkeypatch.setattr(options, "measure", refuse)
+    lines = options.run(small("--only", "top_k"))
+    assert [line.status for line in lines] == ["failed: RuntimeError: no such kernel"] * 3

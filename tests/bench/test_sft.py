@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 
-from loongforge.bench import sft
+from loongforge.bench import progress, sft
 from tests.helpers import worst
 
 
@@ -21,6 +22,22 @@ def test_every_line_is_right(tmp_path, capsys, monkeypatch):
     record = json.loads((tmp_path / "sft.json").read_text())
     assert len(record["results"]) == len(results) and record["masked"] == 0.8
     assert capsys.readouterr().out.count("80% masked, at most ") == 5
+
+
+def test_lines_without_time_are_listed_as_not_run(tmp_path, monkeypatch):
+    """Every look at the clock is a second, so every line takes 2: the second of two finds too little left."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(sft, "every_token", lambda: [sft.contender(name, "mean", logits_budget_mb=0) for name in "ab"])
+    monkeypatch.setattr(sft, "with_masked_tokens", lambda share, bound: [])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
+    parser = argparse.ArgumentParser()
+    sft.add_arguments(parser)
+    flags = ["60x8x40", "--dtype", "fp32", "--device", "cpu", "--repetitions", "1", "--output-dir", str(tmp_path)]
+    first, second = sft.run(parser.parse_args([*flags, "--time-limit", "5"]))
+    assert first.status == "ok" and second.status == "not run: --time-limit 5 left 1 s"
+    assert math.isnan(second.step_ms) and second.budget_mb == 0
+    record = json.loads((tmp_path / "sft.json").read_text())
+    assert [line["status"] for line in record["results"]] == [first.status, second.status]
 
 
 def test_a_bound_that_is_too_low_shows_as_an_error():
