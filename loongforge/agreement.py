@@ -66,11 +66,14 @@ def _tell(args: tuple, kwargs: Mapping[str, Any], refused: Exception) -> None:
         parallel = VocabParallel.from_group(group, False)
     except (TypeError, ValueError, RuntimeError):
         return  # nobody to tell
+    _differences(parallel, None, {}, refused, _every_call())
+
+
+def _every_call() -> bool:
     try:
-        always = env.check_ranks()
+        return env.check_ranks()
     except ValueError:  # it may be what was refused
-        always = False
-    _differences(parallel, None, {}, refused, always)
+        return False
 
 
 def ranks_agree(
@@ -90,10 +93,13 @@ def _ranks_agree(parallel: VocabParallel, options: LossOptions, tensors: Mapping
     tensors = dict(_fields_apart(tensors))
     try:
         yield
+        always = env.check_ranks()
+        if parallel.size > 1:
+            env.check_labels()  # for it is compared
     except Exception as refused:  # whatever it is, the others wait in the exchange
-        _differences(parallel, options, tensors, refused, env.check_ranks())
+        _differences(parallel, options, tensors, refused, _every_call())
         raise
-    differences = _differences(parallel, options, tensors, None, env.check_ranks())
+    differences = _differences(parallel, options, tensors, None, always)
     if differences:
         raise ValueError("; ".join(differences))
 

@@ -47,6 +47,11 @@ class Computation:
     SAVED: ClassVar[Sequence[str]]
     """Without any there is no backward, and :meth:`gradients` is not asked."""
 
+    @classmethod
+    def names(cls) -> list[str]:
+        """Of the operands, as a caller knows them."""
+        return [_of_the_caller(operand.split()[-1]) for operand in cls.OPERANDS.split(", ")]
+
     def call(
         self, operands: Sequence[Any], options: LossOptions, parallel: VocabParallel, dtype: torch.dtype | None = None
     ) -> Call:
@@ -75,6 +80,10 @@ class Computation:
         raise NotImplementedError
 
 
+def _of_the_caller(name: str) -> str:
+    return name.replace("teacher_", "teacher.")
+
+
 def constants(options: dict[str, Any]) -> dict[str, Any]:
     """Numbers that Dynamo made variables of, since they differed between calls, as constants that it guards."""
     if not torch.compiler.is_compiling():
@@ -99,7 +108,7 @@ class Operators:
 
     def __init__(self, name: str, computation: type[Computation]) -> None:
         operands, self.computation = computation.OPERANDS, computation
-        self._names = [operand.split()[-1] for operand in operands.split(", ")]
+        self._names = computation.names()
         self._num_operands, self._num_values = len(self._names), len(computation.VALUES)
         results = ["Tensor"] * (self._num_values + len(computation.SAVED) + 1)
         schema = f"({operands}, str settings, ScalarType dtype, SymInt kept_rows) -> ({', '.join(results)})"
@@ -152,7 +161,8 @@ class Operators:
         hidden, _, _, any_T = operands[:4]
         settings, options = _decoded(text)
         parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
-        with ranks_agree(parallel, options, {**self._named(operands), **settings, "target": any_T}):
+        given = self._named(operands) | {_of_the_caller(name): value for name, value in settings.items()}
+        with ranks_agree(parallel, options, given | {"target": any_T}):
             computation, call = self._prepared(operands, text, dtype, kept_rows)
         with torch.autocast(hidden.device.type, enabled=False):
             values, saved, kept = computation.forward(operands, call, keep=True)

@@ -82,9 +82,7 @@ class _PerToken(torch.autograd.Function):
     def backward(ctx, *grads):  # noqa: D102
         num_operands, tensors = len(ctx.shapes), ctx.saved_tensors  # read once: checkpointing allows no second time
         operands, saved = tensors[:num_operands], tensors[num_operands:]
-        arguments = ctx.computation.OPERANDS.replace("teacher_", "teacher.").split(", ")
-        names = [argument.split()[-1] for argument in arguments]
-        sharded.require_unchanged(names, operands, ctx.shapes)
+        sharded.require_unchanged(ctx.computation.names(), operands, ctx.shapes)
         kept, ctx.kept = ctx.kept, None
         logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[2:5]
         with torch.autocast(operands[0].device.type, enabled=False):

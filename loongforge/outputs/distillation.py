@@ -107,12 +107,12 @@ def _checked_settings(teacher, hidden, weight, target, temperature: float, num_c
 
 
 def _transform(teacher: TeacherHead, temperature: float) -> dict[str, float | None]:
-    """Of the teacher's logits; checked with what is its own alone, so that messages name it."""
+    """Of the teacher's logits at the temperature; checked with what is its own alone, so that messages name it."""
     own = constants({"logit_scale": teacher.logit_scale, "softcap": teacher.softcap})
     check_transform(**own, of="teacher.")
     divided = at_temperature(**own, **constants({"temperature": temperature}))
     check_transform(**divided, of="teacher.")
-    return divided
+    return {f"teacher_{name}": value for name, value in divided.items()}
 
 
 def _check_head(teacher: TeacherHead, hidden: torch.Tensor, weight: torch.Tensor) -> None:

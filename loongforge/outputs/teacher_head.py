@@ -119,9 +119,8 @@ def _no_label(hidden: torch.Tensor) -> torch.Tensor:
 class DivergenceFromHead(Computation):
     """(student's hidden, weight, bias, ignored [T], teacher's hidden, weight, bias) -> divergence [T]."""
 
-    logit_scale: float
-    softcap: float | None
-    """Both the teacher's."""
+    teacher_logit_scale: float
+    teacher_softcap: float | None
     is_reverse: bool
 
     OPERANDS = (
@@ -173,7 +172,7 @@ class DivergenceFromHead(Computation):
 
     def _teacher(self, operands, call: Call) -> chunks.Head:
         hidden, weight, bias = operands[4:]
-        transform = LogitTransform(logit_scale=float(self.logit_scale), softcap=self.softcap)
+        transform = LogitTransform(logit_scale=float(self.teacher_logit_scale), softcap=self.teacher_softcap)
         return replace(head_of(hidden, weight, bias, None, _no_label(hidden), call), transform=transform)
 
     def like(self, operands, wide: torch.dtype) -> Computed:

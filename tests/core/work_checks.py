@@ -193,6 +193,12 @@ def a_graph_compares_ranks_and_refuses_shards(world: World):
     with pytest.raises(ValueError, match=rf"weight must be equal .* rank 0 has \[20, {HIDDEN}\].*, rank 1 has \[21, "):
         compiled(torch.randn(20 + odd, HIDDEN), group)
     assert compiled(weight, group).isfinite()
+    for name in ("LCE_CHECK_RANKS", "LCE_CHECK_LABELS"):
+        if odd:
+            os.environ[name] = "yes"
+        with pytest.raises(ValueError, match=rf"{'^' if odd else 'rank 1: ValueError: '}{name} must be 0 or 1"):
+            compiled(weight, dist.new_group())
+        os.environ.pop(name, None)
     os.environ["LCE_CHECK_RANKS"] = "1"
     weight = weight.clone()
     if odd:

@@ -201,7 +201,8 @@ def operators_of(case):
         "logprobs": (logprobs._LOGPROBS, {"entropy": False, "predictions": False}, (target,)),
         "entropy": (logprobs._LOGPROBS, {"entropy": True, "predictions": True}, (target,)),
         "head": (
-            teacher_head.FROM_HEAD, {"logit_scale": 0.5, "softcap": 6.0, "is_reverse": True},
+            teacher_head.FROM_HEAD,
+            {"teacher_logit_scale": 0.5, "teacher_softcap": 6.0, "is_reverse": True},
             (ignored, head.hidden, head.weight, head.bias),
         ),
         "top-k": (
