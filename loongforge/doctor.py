@@ -213,7 +213,7 @@ def _megatron() -> dict[str, str]:
         if not was_installed:
             hook.uninstall()
     except Exception as error:  # a broken installation is for the report to tell
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) not in str(error) else ""
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
         return {"error": f"{kind}{error}{cause}"}
     return {"status": f"fits megatron-core {version}: {fitted}"}

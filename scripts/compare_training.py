@@ -213,7 +213,7 @@ def report(content: dict, sigmas: float) -> bool:
     print("| --- | --- | --- | --- | --- |")
     finals = {variant: [final_validation(runs[variant, seed]) for seed in seeds] for variant in VARIANTS}
     for seed, fused, unfused in zip(seeds, *finals.values(), strict=True):
-        cosine = content["cosines"][f"seed {seed}"]
+        cosine = content["cosines"].get(f"seed {seed}", float("nan"))  # none where the comparison was ended before
         print(f"| {seed} | {fused:.5f} | {unfused:.5f} | {fused - unfused:+.5f} | {cosine:.6f} |")
     means = {variant: statistics.mean(values) for variant, values in finals.items()}
     noise = max(map(statistics.stdev, finals.values())) if len(seeds) > 1 else float("inf")

@@ -1,7 +1,9 @@
 """``loongforge doctor`` tells the truth, and notices when something is wrong."""
 
 import functools
+import importlib
 import json
+import sys
 import warnings
 
 import pytest
@@ -142,3 +144,13 @@ def test_a_megatron_that_does_not_fit_is_found(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
     status, text = run(capsys)
     assert status == 1 and "megatron hook: AttributeError: no such class (No module named 'numpy')" in text
+
+
+def test_a_megatron_that_cannot_be_imported_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.16.1")
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    hook = importlib.import_module("loongforge.megatron.hook")
+    monkeypatch.setattr(hook, "_installed", None)
+    status, text = run(capsys)
+    said = "(import of megatron.core halted; None in sys.modules): pip install 'loongforge[megatron]' brings what is missing"
+    assert status == 1 and f"{said}\n" in text and f"{said} (" not in text

@@ -178,6 +178,8 @@ def test_the_long_run_reads_docstrings_and_judges_by_the_noise_between_seeds(tmp
     runs[0]["validation"]["1200"] = 1.5
     assert not training.report(content, sigmas=0.1)
     assert "| 1 | 1.02000 | 1.02000 | +0.00000 | 0.990000 |" in capsys.readouterr().out
+    training.report({"runs": runs, "cosines": {}}, sigmas=2.0)  # ended before they were computed
+    assert "| 1 | 1.02000 | 1.02000 | +0.00000 | nan |" in capsys.readouterr().out
 
 
 def test_text_is_taken_from_installed_packages(tmp_path, monkeypatch):
