@@ -150,6 +150,7 @@ def megatron_flags(arguments: argparse.Namespace) -> list[str]:
     flags = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     flags += ["--bf16", "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"]
     flags += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
+    flags.append("--disable-jit-fuser")  # torch.compile: every row would spend its first step building the same code
     if not on_gpu:
         flags.append("--use-cpu-initialization")
     return flags + arguments.megatron
@@ -165,6 +166,8 @@ def rows_at_a_time(arguments: argparse.Namespace) -> int:
     tokens = arguments.seq_length * arguments.micro_batch_size
     parameters = 2 * vocabulary * hidden + layers * 13 * hidden * hidden
     need = 18 * parameters + tokens * (12 * vocabulary + 40 * layers * hidden) + (3 << 30)
+    if "local" in arguments.specs:  # whose attention keeps its scores, hidden / 128 heads of them
+        need += tokens * arguments.seq_length * layers * hidden // 128 * 8
     free, _ = torch.cuda.mem_get_info()
     return max(1, min(free // need, (os.cpu_count() or 1) // 2))
 

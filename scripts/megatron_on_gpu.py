@@ -52,16 +52,22 @@ def stages(arguments: argparse.Namespace) -> list[Stage]:
     known = (
         Stage("compare", (*script("compare_megatron.py", "compare"), *COMPARE, *arguments.compare), 300),
         Stage("tests", (sys.executable, "-m", "pytest", "-q", "-rs", "-o", "addopts=", *TESTS), 60, knows_limit=False),
-        Stage("training", (*script("compare_training.py", "training"), "--jobs", "6", *arguments.training), 150),
+        Stage("training", (*script("compare_training.py", "training"), "--jobs", "6", *arguments.training), 190),
     )
     return [stage for stage in known if stage.name in arguments.stages]
 
 
 def run(stage: Stage, limit: float, logs: Path, ended: Callable[[Ended], None]) -> None:
     """Run one stage for at most ``limit`` seconds."""
-    command = [*stage.command, *(["--time-limit", str(int(limit - ENDING))] if stage.knows_limit else [])]
+    command = limited(stage.command, int(limit - ENDING)) if stage.knows_limit else stage.command
     job = Job(stage.name, command, logs / f"{stage.name}.log", {**os.environ, "PYTHONUNBUFFERED": "1"})
     run_together([job], time.monotonic() + limit, ended, patience=ENDING)
+
+
+def limited(command: tuple[str, ...], seconds: int) -> tuple[str, ...]:
+    """The command with a time limit, before what follows ``--``, which is Megatron's."""
+    cut = command.index("--") if "--" in command else len(command)
+    return (*command[:cut], "--time-limit", str(seconds), *command[cut:])
 
 
 def summary(results: list[tuple[Stage, Ended | None]]) -> str:

@@ -128,6 +128,13 @@ def test_every_stage_gets_what_the_later_ones_leave(on_gpu, tmp_path):
     assert "ran ['compare', '--time-limit', '3" in text and "ran ['tests']" in text
 
 
+def test_a_time_limit_is_not_among_megatrons_flags(tmp_path):
+    module = script("megatron_on_gpu")
+    arguments = module.parse(["--output-dir", str(tmp_path), "--compare", "--jobs 2 -- --mtp-num-layers 1"])
+    parsed = script("compare_megatron").parse([*module.limited(module.stages(arguments)[0].command, 99)[4:]])
+    assert parsed.time_limit == 99 and parsed.jobs == 2 and parsed.megatron == ["--mtp-num-layers", "1"]
+
+
 def test_a_stage_without_time_is_said_and_failed(on_gpu, tmp_path):
     run, _ = on_gpu
     assert run("--time-limit", "20") == 1
