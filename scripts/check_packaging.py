@@ -148,7 +148,8 @@ def try_extra(with_torch: Path, wheel: Path, extra: str, folder: Path) -> None:
     requirement = f"{wheel}[{extra}]" if extra else wheel
     run(*pip, "install", "--quiet", "--constraint", CONSTRAINTS, requirement)
     run(*pip, "check")
-    found = json.loads(run(venv, "-c", PROBE % (OPTIONAL, IMPORTS[extra]), cwd=folder))
+    *_, last = run(venv, "-c", PROBE % (OPTIONAL, IMPORTS[extra]), cwd=folder).splitlines()  # some modules say a line
+    found = json.loads(last)
     wanted = {name.split(".")[0] for name in IMPORTS[extra]}
     allowed = wanted | ({"tensorboard"} if extra == "all" else set())
     assert Path(found["file"]).is_relative_to(folder), f"loongforge came from elsewhere: {found['file']}"
