@@ -126,11 +126,11 @@ def test_calls_take_turns_each_behind_a_floor():
 
 
 def test_the_forward_is_taken_apart(monkeypatch):
-    """Two kernels of 5 and 1 us with 2 us between them, behind a floor of three; one profile lost an event."""
+    """Two kernels of 5 and 1 us with 2 us between them, behind a floor of three; two profiles lost events."""
     alone = [("void at::native::first<int>(c10::Type)", 0.0, 5.0), ("second", 7.0, 8.0)]
     behind = [("gemm", 10.0 * n, 10.0 * n + 9) for n in range(3)]
     behind += [(name, start + 30, stop + 30) for name, start, stop in alone]
-    profiles = iter([alone, behind, behind[-1:], behind])
+    profiles = iter([alone[1:], alone, behind, behind[-1:], behind])
     monkeypatch.setattr(kernels, "device_kernels", lambda call: next(profiles))
     found, gaps_us = kernels.taken_apart(lambda: None, lambda: None)
     assert [kernel["us"] for kernel in found] == [5.0, 1.0] and gaps_us == 2.0
