@@ -187,10 +187,14 @@ def _checked_init(installed: _Installed, original: Callable) -> Callable:
 
 def _labelled_forward(original: Callable) -> Callable:
     """Mark the output layer while a forward with labels runs."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def forward(model, *args, **kwargs):
+        if not isinstance(model, LanguageModule):  # a mixin's method serves other classes too
+            return original(model, *args, **kwargs)
         if not linear_enabled(model.config) or not model.post_process:
             return original(model, *args, **kwargs)
         if not _only_loss_is_wanted(model, {**signature.bind(model, *args, **kwargs).arguments, **kwargs}):

@@ -194,6 +194,21 @@ def test_a_subclass_with_a_method_of_its_own_does_not_train_unfused(named, metho
 
 
 @pytest.mark.usefixtures("hook")
+def test_a_mixin_with_a_forward_serves_other_classes_as_before(monkeypatch):
+    from tests.megatron import training
+
+    class Mixin:
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    expected = run(build(linear=False))
+    monkeypatch.setattr(training, "GPTModel", type("Derived", (Mixin, training.GPTModel), {}))
+    assert_same(run(build()), expected)
+    other = type("Other", (Mixin, nn.Linear), {})(2, 3)
+    assert other(torch.ones(2)).shape == (3,) and counters.fused == 1
+
+
+@pytest.mark.usefixtures("hook")
 def test_a_subclass_that_does_something_else_with_its_logits_raises(monkeypatch):
     from tests.megatron import training
 
