@@ -104,7 +104,7 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
         if kept_rows < head.plan.vocab_rows:
             _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
         return stats, kept
-    buffer = _Buffer(head, head.plan.forward_width, kept_rows, head.logits_dtype)
+    buffer = _Buffer(head, head.plan.forward_width, head.plan.vocab_rows - kept_rows, head.logits_dtype)
     for start, stop in head.plan.forward_chunks(kept_rows):
         _accumulate(head, head.compute_logits(start, stop, buffer.chunk(stop - start)), start, stop, stats)
     return stats, kept
@@ -159,17 +159,19 @@ def _gradients_of_logits(
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Chunk by chunk the gradient of the logits [T, stop - start] and its rows, each valid until the next."""
     kept_rows = 0 if kept is None else kept.shape[1]
-    if kept is not None:
-        if overwrite_kept:
-            _to_gradient(head, kept, 0, kept_rows, coefficients)
+    if kept is not None and overwrite_kept:
+        _to_gradient(head, kept, 0, kept_rows, coefficients)
         for start, stop in kept_ranges:
-            logits_TC = kept[:, start:stop]
-            if not overwrite_kept:
-                logits_TC = logits_TC.clone(memory_format=torch.contiguous_format)
-                _to_gradient(head, logits_TC, start, stop, coefficients)
-            yield logits_TC, start, stop
-    in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
-    buffer = _Buffer(head, head.plan.backward_width, kept_rows, head.tokens.dtype if in_tiles else head.logits_dtype)
+            yield kept[:, start:stop], start, stop
+    copied_rows = 0 if overwrite_kept else kept_rows
+    in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows and not copied_rows
+    dtype = head.tokens.dtype if in_tiles else head.logits_dtype
+    buffer = _Buffer(head, head.plan.backward_width, max(copied_rows, head.plan.vocab_rows - kept_rows), dtype)
+    for start, stop in kept_ranges if copied_rows else ():
+        assert kept is not None
+        logits_TC = buffer.chunk(stop - start).copy_(kept[:, start:stop])
+        _to_gradient(head, logits_TC, start, stop, coefficients)
+        yield logits_TC, start, stop
     for start, stop in head.plan.backward_chunks(kept_rows):
         if head.tiles is not None and start >= head.plan.kept_rows:
             logits_TC = buffer.chunk(stop - start, head.tokens.dtype)
@@ -234,11 +236,11 @@ def _weight_rows_grad(
 class _Buffer:
     """One allocation that every chunk of a direction reuses; a ragged last chunk is a smaller view of it."""
 
-    def __init__(self, head: Head, width: int, first_row: int, dtype: torch.dtype) -> None:
+    def __init__(self, head: Head, width: int, num_rows: int, dtype: torch.dtype) -> None:
         self._num_tokens = head.plan.num_tokens
         # Tile kernels store whole 16-byte vectors, so their rows start at multiples of one.
         self._multiple = 1 if head.tiles is None else 16 // head.tokens.dtype.itemsize
-        widest = self._stride(min(width, head.plan.vocab_rows - first_row))
+        widest = self._stride(min(width, num_rows))
         self._flat = head.tokens.new_empty((self._num_tokens * widest,), dtype)
 
     def chunk(self, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -142,6 +142,8 @@ def _denominator(
     target_T, valid_T, class_weight, token_weight_T, normalizer, num_classes: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Valid tokens (their weights, as in torch) or the caller's number; 1 where no token is valid."""
+    # A sum and not any(), for which inductor's code on a GPU gives int8: Triton warns of such a condition.
+    num_valid = valid_T.sum()
     if isinstance(normalizer, torch.Tensor):
         count = normalizer.reshape(())
     elif normalizer is not None:
@@ -151,8 +153,8 @@ def _denominator(
         weight_T = weight_T if token_weight_T is None else weight_T * token_weight_T
         count = torch.where(valid_T, weight_T, 0.0).sum()
     else:
-        count = valid_T.sum()
-    return torch.where(valid_T.any() | (count != 0), count, 1).to(dtype)
+        count = num_valid
+    return torch.where((num_valid != 0) | (count != 0), count, 1).to(dtype)
 
 
 @refusals_travel

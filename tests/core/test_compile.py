@@ -9,11 +9,13 @@ import sys
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from loongforge import LinearCrossEntropy, LossOptions, cross_entropy, linear_cross_entropy, operators
 from loongforge import plan as planning
-from tests.helpers import make_inputs, oracle, relative, upstream
+from tests.helpers import make_inputs, oracle, record_allocations, relative, upstream
 
 VOCAB, HIDDEN = 101, 24
 CASES = {
@@ -146,6 +148,25 @@ def test_backward_twice(budget):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and torch.equal(saved[3], before)
 
 
+@pytest.mark.parametrize("budget", (4, "all"))
+def test_backward_holds_one_copied_chunk_more_than_eager_code(budget, monkeypatch):
+    """Of kept logits that it may not overwrite; the chunks that are recomputed use the same memory."""
+    for name in ("matmul.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
+        monkeypatch.setattr(f"loongforge.{name}", 1 << 15)
+    inputs = make_inputs(250, 32, 8000).leaves()
+
+    def run():
+        loss = linear_cross_entropy(*inputs.tensors, inputs.target, reduction="none", logits_budget_mb=budget)
+        loss.backward(torch.ones_like(loss))
+        inputs.hidden.grad = inputs.weight.grad = None
+
+    compiled = torch.compile(run, backend="aot_eager")
+    compiled()
+    chunk = 4 * 250 * planning.GENERIC_VOCAB_SPLIT_SIZE
+    bound = record_allocations(run).peak + (chunk if budget == "all" else 0)
+    assert record_allocations(compiled).peak <= bound + 0.1 * chunk
+
+
 def _settings(options, dtype=torch.float32):
     values = vars(options)
     return operators.encoded((), (), tuple(values), tuple(values.values())), dtype
@@ -214,6 +235,23 @@ def test_inductor():
         results(lambda: compiled(inputs.hidden, inputs.target), tensors),
         results(lambda: model(inputs.hidden, inputs.target), tensors),
     )
+
+
+def test_no_graph_reduces_booleans():
+    """On a GPU inductor makes int8 of ``any()``, of which Triton says as a condition that it will refuse it."""
+    inputs, seen = tokens_of(30), []
+
+    def record(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    weights = {"class_weight": torch.rand(VOCAB), "token_weight": torch.rand(30)}
+    for given in ({}, {"normalizer": torch.tensor(9.0)}, weights, {"compact_tokens": 25}):
+        torch.compiler.reset()
+        run = functools.partial(linear_cross_entropy, *inputs.tensors[:2], inputs.target, **given)
+        torch.compile(run, backend=aot_autograd(fw_compiler=record), fullgraph=True)().backward()
+    assert seen.count("loongforge.loss.default") == seen.count("loongforge.loss_gradients.default") == 4
+    assert "aten.sum.default" in seen and not [name for name in seen if name.startswith(("aten.any", "aten.all"))]
 
 
 def test_reading_the_count_on_the_host_is_refused_in_a_graph():
