@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loongforge import LossOptions, dispatch, linear_cross_entropy
+from loongforge import LossOptions, call, dispatch, linear_cross_entropy
 from loongforge import plan as planning
 from loongforge.plan import logits_budget, plan_chunks
+from tests.core import implementations
 from tests.helpers import (
     LOW_PRECISION,
     assert_honest,
@@ -46,9 +47,12 @@ def test_losses_are_those_of_unrounded_logits(loss, reduction, budget, dtype, mo
 
     precise, rounded = run(True), run(False)
     assert relative(precise[0], truth[0]) < 1e-6
-    if dtype == torch.bfloat16 or reduction == "none":
-        assert relative(rounded[0], truth[0]) > 1e-5, "the option would change nothing"
     assert_honest(precise, loss_and_gradients(eager(options), inputs.leaves()), truth)
+    in_tiles = call.tile_kernels(loss.impl, *(t.to(loss.device) for t in inputs.tensors[:2])) is not None
+    if in_tiles and budget == 0:
+        assert all(torch.equal(a, b) for a, b in zip(rounded, precise, strict=True)), "no logit is stored: no option"
+    elif dtype == torch.bfloat16 or reduction == "none":
+        assert relative(rounded[0], truth[0]) > 1e-5, "the option would change nothing"
 
 
 def test_float32_operands_are_as_they_were():
@@ -127,21 +131,39 @@ class TorchTiles:
 
     def accumulate(self, hidden_TH, weight_CH, bias_C, chunk, stats):
         self.calls += 1
-        logits = hidden_TH.float() @ weight_CH.float().t()
-        self._kernels.accumulate(logits, chunk, stats)
+        self._kernels.accumulate(self._logits(hidden_TH, weight_CH, bias_C), chunk, stats)
 
     def gradient(self, hidden_TH, weight_CH, bias_C, chunk, coefficients, out_TC):
         assert out_TC.dtype == hidden_TH.dtype
-        logits = hidden_TH.float() @ weight_CH.float().t()
+        logits = self._logits(hidden_TH, weight_CH, bias_C)
         self._kernels.gradient_(logits, chunk, coefficients)
         out_TC.copy_(logits)
 
+    def _logits(self, hidden_TH, weight_CH, bias_C):
+        logits = hidden_TH.float() @ weight_CH.float().t()
+        return logits if bias_C is None else logits + bias_C.float()
 
-@pytest.mark.parametrize("budget", (0, 67 * 300 * 4, "all"))
-def test_beside_tile_kernels(budget, monkeypatch):
-    """Tiles never round: they take what is not kept, and what is kept is float32; lost logits are float32 again."""
+
+@pytest.fixture
+def torch_tiles(monkeypatch):
     tiles = TorchTiles(dispatch._load("generic"))
     monkeypatch.setattr("loongforge.call.tile_kernels", lambda *arguments: tiles)
+    return tiles
+
+
+@each_dtype
+@pytest.mark.parametrize("budget", (0, "half", "all"))
+def test_losses_are_those_of_unrounded_logits_beside_tile_kernels(torch_tiles, budget, dtype, monkeypatch):
+    """As on Hopper, where without kept logits the option changes nothing."""
+    subject = implementations.use(implementations.Subject("generic"), monkeypatch)
+    test_losses_are_those_of_unrounded_logits(subject, "none", budget, dtype, monkeypatch)
+    # Half of the memory of float32 logits holds all that are rounded.
+    assert torch_tiles.calls == {0: 2, "half": 1, "all": 0}[budget]
+
+
+@pytest.mark.parametrize("budget", (0, 67 * 300 * 4, "all"))
+def test_beside_tile_kernels(torch_tiles, budget, monkeypatch):
+    """Tiles never round: they take what is not kept, and what is kept is float32; lost logits are float32 again."""
     monkeypatch.setattr(planning, "_MIB", 1)
     monkeypatch.setenv("LCE_BWD_VOCAB_SPLIT_SIZE", "100")
     inputs = make_inputs(67, 24, 611, torch.bfloat16, spread=3.0).leaves()
@@ -149,7 +171,7 @@ def test_beside_tile_kernels(budget, monkeypatch):
     loss = linear_cross_entropy(
         *inputs.tensors, inputs.target, reduction="none", fp32_logits=True, logits_budget_mb=budget
     )
-    assert relative(loss, truth[0]) < 1e-6 and tiles.calls == (0 if budget == "all" else 1)
+    assert relative(loss, truth[0]) < 1e-6 and torch_tiles.calls == (0 if budget == "all" else 1)
     baseline = loss_and_gradients(eager(LossOptions(reduction="none")), inputs.leaves())
     for retain in (True, False):
         grads = torch.autograd.grad(loss, inputs.tensors, upstream(loss.shape).to(loss), retain_graph=retain)
