@@ -1,0 +1,105 @@
+"""An option that is off costs nothing: the machine code is that of kernels whose source does not know the options.
+
+The source loses every branch that an option takes (a pointer that is not None, a transform, a second sum) and is
+compiled beside the kernels as they are, with all options off.  What remains has to be the same, instruction by
+instruction, registers included.  z-loss and ``ignore_index`` are coefficients of a row and no code at all; the outputs
+have kernels of their own.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
+
+from loongforge.dispatch import why_not_gluon  # noqa: E402
+from loongforge.kernels import triton_rows, triton_tiles  # noqa: E402
+from tests.kernels import test_triton_compile as rows  # noqa: E402
+from tests.kernels import test_triton_tiles_compile as tiles  # noqa: E402
+from tests.kernels.test_triton_compile import pytestmark  # noqa: E402, F401
+
+MODULES = [triton_rows, triton_tiles]
+if why_not_gluon() is None:
+    MODULES.append(importlib.import_module("loongforge.kernels.gluon_tiles"))
+OFF = {f"{name} is not None" for name in ("bias_ptr", "class_weight_ptr", "weighted_sum_ptr", "uniform_ptr", "uniform")}
+OFF |= {"TRANSFORM == SOFTCAP", "TRANSFORM == SCALE", "WEIGHTED_SUM"}
+ON = {"TRANSFORM == IDENTITY"}
+
+
+class WithoutOptions(ast.NodeTransformer):
+    """Decides the branches of :data:`OFF` and :data:`ON` in the source."""
+
+    def __init__(self):
+        self.decided = []
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        condition = ast.unparse(node.test)
+        if condition not in OFF | ON:
+            return node
+        self.decided.append(condition)
+        return node.body if condition in ON else node.orelse
+
+
+@pytest.fixture(scope="module")
+def stripped(tmp_path_factory):
+    """The modules without options, each of which takes helpers from those before it."""
+    folder, modules, names = tmp_path_factory.mktemp("stripped"), {}, {}
+    for module in MODULES:
+        source = inspect.getsource(module)
+        for original, name in names.items():
+            source = source.replace(f"from {original} import", f"from {name} import")
+        without = WithoutOptions()
+        tree = without.visit(ast.parse(source))
+        assert without.decided and not any(f"if {condition}" in ast.unparse(tree) for condition in OFF | ON)
+        name = names[module.__name__] = f"stripped_{module.__name__.rpartition('.')[2]}"
+        path = folder / f"{name}.py"
+        path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+        modules[module] = sys.modules[name]
+    yield modules
+    for name in names.values():
+        del sys.modules[name]
+
+
+def instructions(binary):
+    """Of the machine code, without what names lines of the source."""
+    if "amdgcn" in binary.asm:
+        text, _, _ = binary.asm["amdgcn"].partition(".section\t.debug")
+        return re.findall(r"^\t([sv]_.*|global_.*|buffer_.*|ds_.*|flat_.*)$", text, re.MULTILINE)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", ("sm_90", "gfx942"))
+@pytest.mark.parametrize("name", rows.KERNELS)
+def test_row_kernels(stripped, name, target, monkeypatch):
+    kernel, config = rows.KERNELS[name]
+    arguments = (name, rows.TARGETS[target], "bf16", "identity")
+    ours, smoothed = (instructions(rows.compiled(*arguments, smoothing)) for smoothing in ("none", "plain"))
+    monkeypatch.setitem(rows.KERNELS, name, (getattr(stripped[triton_rows], kernel.fn.__name__), config))
+    bare = instructions(rows.compiled(*arguments, "none"))
+    assert len(bare) > 100 and ours == bare
+    assert smoothed != bare, "no option would show"
+
+
+@pytest.mark.parametrize("name", ("statistics_kernel", "tile_gradient_kernel"))
+@pytest.mark.parametrize("module", MODULES[1:], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_tile_kernels(stripped, module, name):
+    compiled = tiles.compiled if module is triton_tiles else tiles.compiled_gluon
+    ours = instructions(compiled(getattr(module, name), "bf16", "identity", False))
+    bare = instructions(compiled(getattr(stripped[module], name), "bf16", "identity", False))
+    assert len(bare) > 100 and ours == bare
