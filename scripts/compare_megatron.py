@@ -2,12 +2,16 @@
 
     python scripts/compare_megatron.py --output-dir runs/compare --time-limit 540
 
-Each row is one process: loss and gradient norm of every step, the peak of allocated memory, and tokens per second.  As
-many rows as fit into the device's memory start together and train together; the last --timed-steps of each run while
-the others wait, and only they count for tokens per second.  A row that runs out of memory beside others runs again
-alone.  Written after every row: ``compare.json`` and the table, ``compare.md``; the logs are in ``logs.tar.gz``.  Rows
-whose requirements are missing say so, and so do those that --time-limit left no time for.  Exit status 1 where a row
-failed or a loss is further from the unfused one than --tolerance.
+Each row is one process: loss and gradient norm of every step, the peak of allocated memory, and tokens per second.
+``native`` and ``unfused, half micro-batches`` (the same sums in two halves) say how far apart Megatron's own runs get
+that differ in rounding only.  As many rows as fit into the device's memory start together and train together; the last
+--timed-steps of each run while the others wait, and only they count for tokens per second.  A row that runs out of
+memory beside others runs again alone.  Written after every row: ``compare.json`` and the table, ``compare.md``; the
+logs are in ``logs.tar.gz``.  Rows whose requirements are missing say so, and so do those that --time-limit left no time
+for.  Exit status 1 where a row failed or a loss is further from the unfused one than --tolerance.
+
+--redraw makes the table of an earlier ``compare.json`` again; --add-to runs only the rows that one lacks, and those
+that --rows names.
 
 Flags after ``--`` go to Megatron, such as ``-- --recompute-granularity selective --mtp-num-layers 1``.
 """
@@ -15,72 +19,60 @@ Flags after ``--`` go to Megatron, such as ``-- --recompute-granularity selectiv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import socket
-import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_table import NOT_RUN, Outcome, read_log, table, wrong_rows
 from side_by_side import Ended, Job, pack, run_together, stop_on_sigterm, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
 LINEAR = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 KEEP_ALL = (*LINEAR, "--lce-logits-budget-mb", "all")
-LOSSES = {"unfused": (), "native": NATIVE, "linear": LINEAR, "linear, all kept": KEEP_ALL}
+HALF = "unfused, half micro-batches"
+LOSSES = {"unfused": (), HALF: (), "native": NATIVE, "linear": LINEAR, "linear, all kept": KEEP_ALL}
 LOCAL = ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion")
 TRANSFORMER_ENGINE = ("--transformer-impl", "transformer_engine")
 GRAPH = (*TRANSFORMER_ENGINE, "--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad")
 FP8_RECIPES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Recipe of Transformer Engine -> compute capability that it needs."""
-STEP = re.compile(
-    r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+).*?grad norm: ([\d.]+|nan|inf)"
-)
-NOT_RUN = "not run: "
+SETTINGS = (
+    "num_layers", "hidden_size", "seq_length", "vocab_size", "micro_batch_size", "global_batch_size", "train_iters",
+    "fp8_format", "megatron",
+)  # fmt: skip
 LEAST = 10.0
 """Seconds without which no row is started."""
-HEADER = """\
-| row | first loss | last loss | largest loss difference | largest gradient norm difference | tokens/s | peak GiB |
-| --- | --- | --- | --- | --- | --- | --- |
-"""
 
 
 @dataclass(frozen=True)
 class Row:
     """One run: which layers and loss."""
 
-    name: str
-    base: str
-    """Row that its losses are compared with."""
+    layers: str
+    loss: str
     flags: tuple[str, ...]
     missing: str = ""
     """Why it cannot run here."""
 
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return f"{self.layers}, {self.loss}"
 
-@dataclass
-class Outcome:
-    """What one run printed."""
-
-    name: str
-    base: str
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    milliseconds: list[float] = field(default_factory=list)
-    alone_from: int = 0
-    """First step that no other row ran beside; 0 where there was none."""
-    peak_bytes: int = 0
-    fused_losses: int = 0
-    seconds: float = 0.0
-    """From the start of the process to its end, waiting included."""
-    error: str = ""
-    log_tail: list[str] = field(default_factory=list)
-    """Last lines of the log of a row that failed."""
+    @property
+    def base(self) -> str:
+        """Row that it is compared with."""
+        return f"{self.layers}, unfused"
 
 
 # ---------------------------------------------------------------- what to run
@@ -88,8 +80,12 @@ class Outcome:
 
 def rows(arguments: argparse.Namespace) -> list[Row]:
     """Every combination that was asked for; unfused first, for the others are compared with it."""
-    chosen = {name: flags for name, flags in LOSSES.items() if name in arguments.rows or name == "unfused"}
-    pair = {name: flags for name, flags in chosen.items() if name in ("unfused", "linear")}
+    wanted = arguments.rows or list(LOSSES)
+    chosen = {name: flags for name, flags in LOSSES.items() if name in wanted or name == "unfused"}
+    if HALF in chosen:
+        chosen[HALF] = ("--micro-batch-size", str(arguments.micro_batch_size // 2))
+    in_fp8 = {name: flags for name, flags in chosen.items() if name in ("unfused", HALF, "linear")}
+    in_graph = {name: flags for name, flags in chosen.items() if name in ("unfused", "linear", "linear, all kept")}
     missing_te = "" if find_spec("transformer_engine") else f"{NOT_RUN}transformer-engine absent"
     made = []
     if "local" in arguments.specs:
@@ -100,14 +96,14 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
         flags = (*TRANSFORMER_ENGINE, "--fp8-format", arguments.fp8_format, "--fp8-recipe", recipe)
         if recipe == "delayed":
             flags += ("--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max")
-        made += _rows(f"te {recipe} fp8", flags, pair, missing_te or _missing_capability(recipe))
+        made += _rows(f"te {recipe} fp8", flags, in_fp8, missing_te or _missing_capability(recipe))
     if arguments.graph:
-        made += _rows("te graph", GRAPH, pair, missing_te or ("" if _on_gpu() else f"{NOT_RUN}needs a GPU"))
+        made += _rows("te graph", GRAPH, in_graph, missing_te or ("" if _on_gpu() else f"{NOT_RUN}needs a GPU"))
     return made
 
 
 def _rows(layers: str, flags: tuple[str, ...], losses: dict[str, tuple[str, ...]], missing: str = "") -> list[Row]:
-    return [Row(f"{layers}, {name}", f"{layers}, unfused", (*flags, *loss), missing) for name, loss in losses.items()]
+    return [Row(layers, name, (*flags, *loss), missing) for name, loss in losses.items()]
 
 
 def _missing_capability(recipe: str) -> str:
@@ -172,6 +168,37 @@ def rows_at_a_time(arguments: argparse.Namespace) -> int:
     return max(1, min(free // need, (os.cpu_count() or 1) // 2))
 
 
+# ---------------------------------------------------------------- results on disk
+
+
+def measured_settings(arguments: argparse.Namespace) -> dict:
+    """What the numbers depend on: sizes, and versions of what ran."""
+    import torch
+
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    versions = {"device": torch.cuda.get_device_name() if _on_gpu() else "CPU", "torch": torch.__version__}
+    for package in ("triton", "megatron-core", "transformer-engine"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {**settings, "versions": versions}
+
+
+def earlier(path: Path, settings: dict) -> dict[str, Outcome]:
+    """Rows of an earlier ``compare.json`` that ended well; refused where it was measured otherwise."""
+    content = json.loads(path.read_text())
+    for name, value in settings.items():
+        before = content["settings"].get(name, value)
+        if before != value:
+            raise SystemExit(f"--add-to {path}: its rows were measured with {name} {before}, this run has {value}")
+    return {row["name"]: Outcome(**row) for row in content["rows"] if not row["error"]}
+
+
+def as_json(content: dict) -> str:
+    """Indented, with each list of numbers on one line."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\[[^][{}\"]*\]", lambda found: " ".join(found.group().split()), text) + "\n"
+
+
 # ---------------------------------------------------------------- running it
 
 
@@ -181,8 +208,12 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, logs: Path) -> None:
         self.arguments, self.logs = arguments, logs
         self.deadline = time.monotonic() + arguments.time_limit
-        self.rows = rows(arguments)
-        self.outcomes = {row.name: Outcome(row.name, row.base, error=row.missing) for row in self.rows}
+        self.settings = measured_settings(arguments)
+        self.outcomes = earlier(arguments.add_to, self.settings) if arguments.add_to else {}
+        self.rows = [
+            row for row in rows(arguments) if row.name not in self.outcomes or row.loss in (arguments.rows or ())
+        ]
+        self.outcomes |= {row.name: Outcome(row.name, row.base, error=row.missing) for row in self.rows}
         self.longest = 0.0
         """Seconds of the longest wave so far: the next one will hardly take less."""
 
@@ -219,9 +250,10 @@ class Comparison:
         single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         environment = {
             **os.environ, **single, "MASTER_PORT": str(_free_port()), "PYTHONPATH": os.pathsep.join(paths),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TIMED_STEPS": str(self.arguments.timed_steps),
-            "PYTHONUNBUFFERED": "1",  # a stopped row keeps its log
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1",  # a stopped row keeps its log
         }  # fmt: skip
+        if self.arguments.timed_steps:
+            environment["TIMED_STEPS"] = str(self.arguments.timed_steps)
         command = [sys.executable, "-W", "ignore", "-m", "loongforge.megatron.launch", self.arguments.script]
         log = self.logs / f"{re.sub('[^a-z0-9]+', '_', row.name)}.log"
         return Job(row.name, [*command, *megatron_flags(self.arguments), *row.flags], log, environment)
@@ -235,10 +267,9 @@ class Comparison:
     def write(self) -> None:
         """JSON, table and logs as they stand."""
         folder, outcomes = self.arguments.output_dir, list(self.outcomes.values())
-        settings = {name: str(value) for name, value in vars(self.arguments).items()}
-        content = {"settings": settings, "rows": [asdict(outcome) for outcome in outcomes]}
-        write_whole(folder / "compare.json", json.dumps(content, indent=1) + "\n")
-        write_whole(folder / "compare.md", table(outcomes, self.arguments))
+        content = {"settings": self.settings, "rows": [asdict(outcome) for outcome in outcomes]}
+        write_whole(folder / "compare.json", as_json(content))
+        write_whole(folder / "compare.md", table(outcomes, self.settings))
         pack(self.logs, folder / "logs.tar.gz")
 
 
@@ -257,71 +288,6 @@ def judge(row: Row, ended: Ended, train_iters: int) -> Outcome:
     if outcome.error:
         outcome.log_tail = ended.text.splitlines()[-40:]
     return outcome
-
-
-def read_log(text: str, outcome: Outcome) -> None:
-    """Steps, peak memory and the number of fused losses from one run's output."""
-    for _, milliseconds, loss, grad_norm in STEP.findall(text):
-        outcome.milliseconds.append(float(milliseconds))
-        outcome.losses.append(float(loss))
-        outcome.grad_norms.append(float(grad_norm))
-    outcome.peak_bytes = _number(r"PEAK MEMORY BYTES (\d+)", text)
-    outcome.fused_losses = _number(r"loongforge: (\d+) fused losses", text)
-    outcome.alone_from = _number(r"ALONE FROM STEP (\d+)", text)
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found.group(1)) if found else 0
-
-
-# ---------------------------------------------------------------- judging it
-
-
-def largest_difference(values: list[float], expected: list[float]) -> float:
-    """Largest relative difference of two lists of one length; NaN where one is NaN."""
-    differences = [abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True)]
-    return float("nan") if any(d != d for d in differences) else max(differences)
-
-
-def tokens_per_second(outcome: Outcome, tokens_per_step: int) -> float | None:
-    """From the median step among those that ran alone; the first of them waited for its turn."""
-    alone = outcome.milliseconds[outcome.alone_from :] if outcome.alone_from else []
-    return tokens_per_step / statistics.median(alone) * 1e3 if alone else None
-
-
-def table(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
-    """Markdown."""
-    tokens_per_step = (arguments.global_batch_size or arguments.micro_batch_size) * arguments.seq_length
-    lines, by_name = [], {outcome.name: outcome for outcome in outcomes}
-    for outcome in outcomes:
-        if outcome.error or not outcome.losses:
-            lines.append(f"| {outcome.name} | {outcome.error or f'{NOT_RUN}not yet'} | | | | | |\n")
-            continue
-        base = by_name[outcome.base]
-        cells = [f"{outcome.losses[0]:.6f}", f"{outcome.losses[-1]:.6f}", "", ""]
-        if base is not outcome and base.losses and not base.error:
-            cells[2] = f"{largest_difference(outcome.losses, base.losses):.1e}"
-            cells[3] = f"{largest_difference(outcome.grad_norms, base.grad_norms):.1e}"
-        speed = tokens_per_second(outcome, tokens_per_step)
-        cells.append("not timed" if speed is None else f"{speed:.0f}")
-        cells.append(f"{outcome.peak_bytes / 2**30:.1f}" if outcome.peak_bytes else "unknown")
-        lines.append(f"| {outcome.name} | {' | '.join(cells)} |\n")
-    steps = f"{arguments.train_iters} steps; tokens/s: median of the last {arguments.timed_steps - 1}, run alone\n"
-    return f"{HEADER}{''.join(lines)}\n{steps}"
-
-
-def wrong_rows(outcomes: list[Outcome], tolerance: float) -> list[str]:
-    """Rows that failed or whose losses left the unfused ones."""
-    by_name = {outcome.name: outcome for outcome in outcomes}
-    wrong = []
-    for outcome in outcomes:
-        base = by_name[outcome.base]
-        if outcome.error:
-            wrong += [] if outcome.error.startswith(NOT_RUN) else [outcome.name]
-        elif not base.error and not largest_difference(outcome.losses, base.losses) <= tolerance:
-            wrong.append(outcome.name)
-    return wrong
 
 
 def _on_gpu() -> bool:
@@ -344,24 +310,38 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, required=True, help="folder for table, JSON and logs")
     parser.add_argument("--script", default=str(ROOT / "scripts" / "pretrain_gpt.py"), help="Megatron script to run")
     parser.add_argument("--specs", nargs="*", default=["local", "te"], choices=("local", "te"))
-    parser.add_argument("--rows", nargs="*", default=list(LOSSES), choices=tuple(LOSSES), help="(default all)")
+    parser.add_argument("--rows", nargs="*", choices=tuple(LOSSES), help="(default all)")
     parser.add_argument("--fp8-recipes", nargs="*", default=[], choices=tuple(FP8_RECIPES))
     parser.add_argument("--fp8-format", default="hybrid", choices=("hybrid", "e4m3"))
     parser.add_argument("--graph", action="store_true", help="rows with a CUDA graph of the full iteration")
     for name, default, meaning in (
         ("num-layers", 4, ""), ("hidden-size", 2048, ""), ("seq-length", 2048, ""), ("vocab-size", 128256, ""),
         ("micro-batch-size", 2, ""), ("global-batch-size", 0, ""), ("train-iters", 50, ""),
-        ("timed-steps", 12, "last steps of each row, run alone, "),
+        ("timed-steps", 30, "last steps of each row, run alone; 0: nothing is timed "),
         ("jobs", 0, "rows at a time; 0: what the device's memory holds, 1 without a GPU "),
         ("timeout", 300, "seconds for a row "), ("time-limit", 86400, "seconds for everything "),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning}(default {default})")
     parser.add_argument("--tolerance", type=float, default=2e-2, help="largest relative loss difference (default 0.02)")
+    parser.add_argument("--redraw", action="store_true", help="only the table, from --output-dir/compare.json")
+    parser.add_argument("--add-to", type=Path, metavar="FILE", help="compare.json whose rows are kept")
     arguments = parser.parse_args(argv[:cut])
-    if not 2 <= arguments.timed_steps <= arguments.train_iters:
-        parser.error("--timed-steps must be from 2 to --train-iters: the first of them waits for its turn")
+    if arguments.timed_steps and not 2 <= arguments.timed_steps <= arguments.train_iters:
+        parser.error("--timed-steps must be 0, or from 2 to --train-iters: the first of them waits for its turn")
+    if arguments.micro_batch_size % 2 and HALF in (arguments.rows or LOSSES):
+        if arguments.rows:
+            parser.error(f"--rows '{HALF}' needs an even --micro-batch-size, this is {arguments.micro_batch_size}")
+        arguments.rows = [name for name in LOSSES if name != HALF]
     arguments.megatron = argv[cut + 1 :]
     return arguments
+
+
+def redraw(folder: Path) -> tuple[list[Outcome], dict]:
+    """Write ``compare.md`` again; (rows, settings)."""
+    content = json.loads((folder / "compare.json").read_text())
+    outcomes = [Outcome(**row) for row in content["rows"]]
+    write_whole(folder / "compare.md", table(outcomes, content["settings"]))
+    return outcomes, content["settings"]
 
 
 def main() -> int:
@@ -369,11 +349,11 @@ def main() -> int:
     arguments = parse()
     stop_on_sigterm()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as logs:
-        comparison = Comparison(arguments, Path(logs))
-        comparison.run()
-    outcomes = list(comparison.outcomes.values())
-    print(table(outcomes, arguments))
+    if not arguments.redraw:
+        with tempfile.TemporaryDirectory() as logs:
+            Comparison(arguments, Path(logs)).run()
+    outcomes, settings = redraw(arguments.output_dir)
+    print(table(outcomes, settings))
     wrong = wrong_rows(outcomes, arguments.tolerance)
     if wrong:
         print(f"FAILED: {'; '.join(wrong)}")

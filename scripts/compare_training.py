@@ -2,6 +2,7 @@
 
     python scripts/compare_training.py --output-dir runs/long
     python scripts/compare_training.py --output-dir runs/long --redraw
+    python scripts/compare_training.py --output-dir runs/rounding --seeds 1 --yardsticks again native half
 
 The text is the documentation inside Python packages that are installed wherever torch is: every docstring of the
 standard library, torch, numpy, sympy and networkx.  A BPE vocabulary is trained on it, then ``loongforge train``'s own
@@ -9,6 +10,10 @@ loop trains each seed twice.  Written after every run: ``training.json`` (every 
 ``training.png`` (needs matplotlib; draw it elsewhere with --redraw) and a table of the seeds that are complete.  Exit
 status 1 where a run failed or was stopped by --time-limit, or the mean final validation loss of the fused runs is
 further from the plain ones' than --sigmas standard deviations between seeds.
+
+--yardsticks trains each seed once more in ways that differ from the plain run in rounding at most: ``again``, which is
+the same run; ``native``, with Megatron's own fused loss; ``half``, plain, each batch as two halves.  How far they end
+from it is how far apart rounding alone drives two runs.
 """
 
 from __future__ import annotations
@@ -33,6 +38,11 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
 VARIANTS = ("fused", "unfused")
+YARDSTICKS = ("again", "native", "half")
+SETTINGS = (
+    "seeds", "yardsticks", "fp32", "num_layers", "hidden_size", "seq_length", "vocab_size", "batch_size", "train_iters",
+    "eval_interval",
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- text
@@ -93,11 +103,15 @@ def configuration(arguments: argparse.Namespace, variant: str, seed: int):
             ffn_hidden_size=arguments.hidden_size * 11 // 4, disable_bias_linear=True,
         ),
         training=TrainingConfig(
-            train_iters=arguments.train_iters, micro_batch_size=arguments.batch_size, seed=seed,
+            train_iters=arguments.train_iters, seed=seed,
+            micro_batch_size=arguments.batch_size // (2 if variant == "half" else 1),
             global_batch_size=arguments.batch_size, lr=1e-3, min_lr=1e-4, adam_beta2=0.95, weight_decay=0.1,
             lr_warmup_iters=min(100, arguments.train_iters // 10), bf16=not arguments.fp32, eval_iters=8,
         ),
-        output_layer=OutputLayerConfig(cross_entropy_loss_fusion=variant == "fused"),
+        output_layer=OutputLayerConfig(
+            cross_entropy_loss_fusion=variant in ("fused", "native"),
+            cross_entropy_fusion_impl="native" if variant == "native" else "linear",
+        ),
         data=DataConfig(
             data_path=[str(arguments.work_dir / "data" / "docs")], split="95,5,0",
             data_cache_path=str(arguments.work_dir / "data" / f"{variant}-{seed}"),
@@ -121,7 +135,7 @@ def train_one(arguments: argparse.Namespace, variant: str, seed: int) -> None:
         losses, validation = [], {}
         started = time.perf_counter()
         for step in range(1, arguments.train_iters + 1):
-            losses.append(train_step(config, state, run.layout, data).loss)
+            losses.append(round(train_step(config, state, run.layout, data).loss, 5))
             if step % arguments.eval_interval == 0 or step == arguments.train_iters:
                 validation[step] = validation_loss(run, state)
         seconds = time.perf_counter() - started
@@ -143,7 +157,7 @@ def train_all(arguments: argparse.Namespace, content: dict) -> list[str]:
 
     Runs of a seed stand beside each other: where the time ends, the seeds before are complete.
     """
-    combinations = [(variant, seed) for seed in arguments.seeds for variant in VARIANTS]
+    combinations = [(variant, seed) for seed in arguments.seeds for variant in (*VARIANTS, *arguments.yardsticks)]
     deadline = arguments.started + arguments.time_limit - 10  # for what comes after
     missing: list[str] = []
     for number in range(0, len(combinations), arguments.jobs):
@@ -183,20 +197,26 @@ def final_validation(result: dict) -> float:
     return result["validation"][max(result["validation"], key=int)]
 
 
-def cosines(folder: Path, seeds: list[int]) -> dict[str, float]:
-    """Cosine of all final parameters: fused against plain for each seed, and plain against plain between seeds."""
+def cosines(folder: Path, content: dict) -> dict[str, float]:
+    """Cosine of all final parameters: every run against the plain one of its seed, and plain ones between seeds."""
     import torch
 
     def cosine(first: str, second: str) -> float:
         a, b = (torch.load(folder / f"{name}.pt").double() for name in (first, second))
         return float(a @ b / (a.norm() * b.norm()))
 
-    if not seeds:
-        return {}
-    between = {f"seed {seed}": cosine(f"fused-{seed}", f"unfused-{seed}") for seed in seeds}
+    seeds, between = complete_seeds(content), {}
+    for variant, seed in sorted((result["variant"], result["seed"]) for result in content["runs"]):
+        if variant != "unfused" and seed in seeds:
+            between[pair_name(variant, seed)] = cosine(f"{variant}-{seed}", f"unfused-{seed}")
     for seed in seeds[1:]:
         between[f"unfused, seeds {seeds[0]} and {seed}"] = cosine(f"unfused-{seeds[0]}", f"unfused-{seed}")
     return between
+
+
+def pair_name(variant: str, seed: int) -> str:
+    """Key of a run's cosine with the plain run of its seed."""
+    return f"seed {seed}" if variant == "fused" else f"{variant}, seed {seed}"
 
 
 def complete_seeds(content: dict) -> list[int]:
@@ -219,11 +239,29 @@ def report(content: dict, sigmas: float) -> bool:
     noise = max(map(statistics.stdev, finals.values())) if len(seeds) > 1 else float("inf")
     difference = means["fused"] - means["unfused"]
     print(f"| mean | {means['fused']:.5f} | {means['unfused']:.5f} | {difference:+.5f} | |\n")
-    print(f"standard deviation between seeds {noise:.5f}; difference of the means {abs(difference) / noise:.2f} of it")
+    if len(seeds) > 1:
+        share = abs(difference) / noise
+        print(f"standard deviation between seeds {noise:.5f}; difference of the means {share:.2f} of it")
+    else:
+        print("one seed: no noise between seeds to judge by")
     for pair, cosine in content["cosines"].items():
         if pair.startswith("unfused"):
             print(f"cosine of all parameters, {pair}: {cosine:.6f}")
+    report_yardsticks(content, runs, seeds)
     return abs(difference) <= sigmas * noise
+
+
+def report_yardsticks(content: dict, runs: dict, seeds: list[int]) -> None:
+    """How far runs that differ from the plain one in rounding only are from it."""
+    found = [(variant, seed) for variant in YARDSTICKS for seed in seeds if (variant, seed) in runs]
+    if not found:
+        return
+    print("\n| yardstick | seed | final validation loss | difference from unfused | cosine of all parameters |")
+    print("| --- | --- | --- | --- | --- |")
+    for variant, seed in found:
+        loss, plain = (final_validation(runs[name, seed]) for name in (variant, "unfused"))
+        cosine = content["cosines"].get(pair_name(variant, seed), float("nan"))
+        print(f"| {variant} | {seed} | {loss:.5f} | {loss - plain:+.5f} | {cosine:.6f} |")
 
 
 def draw(content: dict, path: Path) -> None:
@@ -246,6 +284,12 @@ def draw(content: dict, path: Path) -> None:
                 other = runs["unfused", seed]["validation"]
                 gaps = [value - other[str(step)] for step, value in zip(steps, values, strict=True)]
                 differences.plot(steps, gaps, "-", color=f"C{number}", linewidth=1.2, label=f"fused - unfused, {seed}")
+        for variant, style in zip(YARDSTICKS, ("--", "-.", (0, (1, 3))), strict=True):
+            if (variant, seed) in runs:
+                other = runs["unfused", seed]["validation"]
+                gaps = [runs[variant, seed]["validation"][str(step)] - other[str(step)] for step in steps]
+                label = f"{variant} - unfused, {seed}"
+                differences.plot(steps, gaps, linestyle=style, color="k", linewidth=1.2, label=label)
     others = [runs["unfused", seed]["validation"] for seed in seeds]
     for number in range(1, len(seeds)):
         gaps = [others[number][str(step)] - others[0][str(step)] for step in steps]
@@ -266,6 +310,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--redraw", action="store_true", help="only the picture and the table of an earlier run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, all on the same device (default 2)")
+    parser.add_argument("--yardsticks", nargs="*", default=[], choices=YARDSTICKS, help="further runs of each seed")
     parser.add_argument("--fp32", action="store_true", help="train in fp32 instead of bf16")
     parser.add_argument("--sigmas", type=float, default=2.0, help="allowed difference of the means (default 2)")
     for name, default in (
@@ -275,18 +320,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"(default {default})")
     parser.add_argument("--only", nargs=2, metavar=("VARIANT", "SEED"), help="one run, in this process")
     parser.add_argument("--work-dir", type=Path, help="text, parameters and logs (default: a temporary folder)")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.batch_size % 2 and "half" in arguments.yardsticks:
+        parser.error(f"--yardsticks half needs an even --batch-size, this is {arguments.batch_size}")
+    return arguments
 
 
 def prepare_text(arguments: argparse.Namespace) -> dict:
-    """Text, vocabulary and tokens in the work folder; their numbers."""
+    """Text, vocabulary and tokens in the work folder, those of an earlier run where it has them; their numbers."""
     from loongforge.train.preprocess import preprocess
 
-    (arguments.work_dir / "data").mkdir(parents=True, exist_ok=True)
+    numbers = arguments.work_dir / "data" / "numbers.json"
+    request = {"max_files": arguments.max_files, "vocab_size": arguments.vocab_size}
+    if numbers.exists() and (known := json.loads(numbers.read_text()))["request"] == request:
+        return known["counts"]
+    numbers.parent.mkdir(parents=True, exist_ok=True)
     text = arguments.work_dir / "docs.txt"
     characters = write_text(text, arguments.max_files)
     counts = preprocess([str(text)], str(arguments.work_dir / "data" / "docs"), "bpe", arguments.vocab_size)
     print(f"{characters} characters, {counts.tokens} tokens, vocabulary {counts.vocab_size}", flush=True)
+    write_whole(numbers, json.dumps({"request": request, "counts": vars(counts)}))
     return vars(counts)
 
 
@@ -295,10 +348,10 @@ def compare(arguments: argparse.Namespace) -> list[str]:
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         arguments.work_dir = arguments.work_dir or Path(folder)
-        settings = {name: str(value) for name, value in vars(arguments).items()}
+        settings = {name: getattr(arguments, name) for name in SETTINGS}
         content = {"settings": settings, "text": prepare_text(arguments), "cosines": {}, "runs": []}
         missing = train_all(arguments, content)
-        content["cosines"] = cosines(arguments.work_dir, complete_seeds(content))
+        content["cosines"] = cosines(arguments.work_dir, content)
     write_whole(arguments.output_dir / "training.json", json.dumps(content) + "\n")
     return missing
 

@@ -29,7 +29,7 @@ from side_by_side import Ended, Job, run_together, stop_on_sigterm, write_whole
 SCRIPTS = Path(__file__).resolve().parent
 ENDING = 15
 """Seconds that a stage has to write down its results after its own limit."""
-COMPARE = ("--rows", "unfused", "linear", "linear, all kept", "--fp8-recipes", "delayed", "blockwise", "--graph")
+COMPARE = ("--fp8-recipes", "delayed", "blockwise", "--graph")
 TESTS = (str(SCRIPTS.parent / "tests" / "planning" / "test_plan.py"), "-k", "this_gpu")
 
 

@@ -19,7 +19,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-if not torch.cuda.is_available():
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
     from loongforge.megatron import cpu_training
 
     cpu_training.apply()
@@ -129,10 +130,23 @@ def time_last_steps_alone(count: int) -> None:
     training.train_step = train_step
 
 
+def warm_up_beside_the_seed() -> None:
+    """Without CUDA, Megatron's warm-up draws from the generator of the weights, the more the larger a micro-batch."""
+    original = training.set_jit_fusion_options
+
+    def set_jit_fusion_options(*args, **kwargs):
+        with torch.random.fork_rng(devices=[]):
+            return original(*args, **kwargs)
+
+    training.set_jit_fusion_options = set_jit_fusion_options
+
+
 def main() -> None:
     """``pretrain()`` took the model as a function first, then a container of settings, then both in one."""
     if "TIMED_STEPS" in os.environ:
         time_last_steps_alone(int(os.environ["TIMED_STEPS"]))
+    if not ON_GPU:
+        warm_up_beside_the_seed()
     parameters = inspect.signature(pretrain).parameters
     if "cfg_container" not in parameters:  # 0.17
         pretrain(datasets, build_model, ModelType.encoder_or_decoder, forward_step)

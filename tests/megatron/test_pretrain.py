@@ -17,6 +17,7 @@ from tests.megatron.launching import ROOT, environment
 from tests.megatron.matrix import UNPACKED
 from tests.megatron.scripts import script
 
+HALF = "unfused, half micro-batches"
 # typing.override is Python 3.12's; Megatron's training code imports it.
 SITE = """
 import typing
@@ -24,13 +25,18 @@ typing.override = getattr(typing, "override", lambda function: function)
 """
 MODEL = (
     "--num-layers 2 --hidden-size 128 --seq-length 32 --vocab-size 500 --micro-batch-size 2 --train-iters 5 "
-    "--timed-steps 3 --jobs 2 --specs local --rows unfused linear"
+    "--timed-steps 3 --jobs 2 --specs local"
 )
 
 
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
     return script("compare_megatron")
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("megatron_table")
 
 
 @pytest.mark.timeout(1200)
@@ -41,17 +47,20 @@ def test_pretrain_unfused_and_fused(version, tmp_path, request):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     variables = environment(version)
     variables["PYTHONPATH"] = os.pathsep.join([str(tmp_path), variables["PYTHONPATH"]])
-    command = [sys.executable, "scripts/compare_megatron.py", "--output-dir", str(tmp_path), *MODEL.split(" ")]
+    command = [sys.executable, "scripts/compare_megatron.py", "--output-dir", str(tmp_path)]
+    command += [*MODEL.split(" "), "--rows", "unfused", "linear", HALF]
     result = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=900)
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         logs = "\n".join(archive.extractfile(name).read().decode() for name in archive.getnames())
     assert result.returncode == 0, result.stdout + result.stderr[-2000:] + logs[-3000:]
-    unfused, linear = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    unfused, half, linear = json.loads((tmp_path / "compare.json").read_text())["rows"]
     assert linear["fused_losses"] == 5 and unfused["fused_losses"] == 0
     assert len(linear["losses"]) == 5 and linear["losses"] == pytest.approx(unfused["losses"], rel=2e-3)
     assert linear["grad_norms"] == pytest.approx(unfused["grad_norms"], rel=2e-2)
     assert len(set(linear["losses"])) == 5, "nothing was updated"
-    for outcome in (unfused, linear):
+    assert half["losses"] == pytest.approx(unfused["losses"], rel=2e-3)
+    assert half["grad_norms"] == pytest.approx(unfused["grad_norms"], rel=2e-2)
+    for outcome in (unfused, half, linear):
         assert outcome["alone_from"] == 3 and len(outcome["milliseconds"]) == 5
     assert (tmp_path / "compare.md").read_text() in result.stdout and "not timed" not in result.stdout
     assert "| local, linear | " in result.stdout and f"megatron-core {version}" in logs
@@ -68,31 +77,52 @@ loongforge: 12 fused losses, 0 times materialised logits
 """
 
 
-def test_a_log_is_read(compare):
-    outcome = compare.Outcome("local, linear", "local, unfused")
-    compare.read_log(LOG, outcome)
+def test_a_log_is_read(tables):
+    outcome = tables.Outcome("local, linear", "local, unfused")
+    tables.read_log(LOG, outcome)
     assert outcome.losses[0] == 6.938772 and outcome.losses[1] != outcome.losses[1]
     assert outcome.grad_norms[0] == 1.455 and outcome.milliseconds == [226.2, 100.0]
     assert outcome.peak_bytes == 2 << 30 and outcome.fused_losses == 12
-    assert compare.tokens_per_second(outcome, 50) == 500  # step 1 waited for its turn
+    assert tables.speed_cell(outcome, 50) == "500 (500 to 500)"  # step 1 waited for its turn
     outcome.alone_from = 0
-    assert compare.tokens_per_second(outcome, 50) is None
+    assert tables.speed_cell(outcome, 50) == "not timed"
 
 
-def test_rows_that_left_the_unfused_losses_or_failed_are_named(compare):
-    base = compare.Outcome("base", "base", [2.0, 1.0], [1.0, 1.0], [10.0, 10.0])
-    near = compare.Outcome("near", "base", [2.0, 1.01], [1.0, 1.1], [10.0, 5.0], alone_from=1, peak_bytes=3 << 30)
-    far = compare.Outcome("far", "base", [2.0, 1.1], [1.0, 1.0], [10.0, 10.0])
-    nan = compare.Outcome("nan", "base", [2.0, float("nan")], [1.0, 1.0], [10.0, 10.0])
-    died = compare.Outcome("died", "base", error="failed (status 1)")
-    absent = compare.Outcome("absent", "base", error="not run: transformer-engine absent")
-    orphan = compare.Outcome("orphan", "died", [2.0], [1.0], [10.0])
+def test_differences_say_where_and_how_typical_they_are(tables):
+    """One step of 50 differs by 3, after the first ten; half of the others by 0.01."""
+    expected = [2.0] * 50
+    values = [2.0 * (1.01 if step % 2 else 1.0) for step in range(50)]
+    values[43] = 8.0
+    assert tables.difference_cell(values, expected) == "1.0e-02 / 5.0e-03 / 3.0e+00 (44)"
+    values[46] = float("nan")
+    assert tables.difference_cell(values, expected).endswith("nan (47)")
+
+
+def test_a_quotient_has_the_spread_of_both_rows(tables):
+    base = tables.Outcome("base", "base", milliseconds=[999, 50, 50, 60, 70, 70], alone_from=1)
+    ours = tables.Outcome("ours", "base", milliseconds=[999, 999, 20, 20, 30, 40, 40], alone_from=2)
+    assert tables.quotient_cell(ours, base) == "2.00 (1.25 to 3.50)"
+    assert tables.speed_cell(ours, 60) == "2000 (1500 to 3000)"
+    assert tables.quotient_cell(ours, tables.Outcome("base", "base", milliseconds=[50.0])) == ""
+
+
+def test_rows_that_left_the_unfused_losses_or_failed_are_named(tables):
+    base = tables.Outcome("base", "base", [2.0, 1.0], [1.0, 1.0], [10.0, 10.0])
+    near = tables.Outcome("near", "base", [2.0, 1.01], [1.0, 1.1], [10.0, 5.0], alone_from=1, peak_bytes=3 << 30)
+    far = tables.Outcome("far", "base", [2.0, 1.1], [1.0, 1.0], [10.0, 10.0])
+    nan = tables.Outcome("nan", "base", [2.0, float("nan")], [1.0, 1.0], [10.0, 10.0])
+    died = tables.Outcome("died", "base", error="failed (status 1)")
+    absent = tables.Outcome("absent", "base", error="not run: transformer-engine absent")
+    orphan = tables.Outcome("orphan", "died", [2.0], [1.0], [10.0])
     outcomes = [base, near, far, nan, died, absent, orphan]
-    assert compare.wrong_rows(outcomes, 2e-2) == ["far", "nan", "died"]
-    table = compare.table(outcomes, settings(compare, "--seq-length", "50", "--micro-batch-size", "2"))
-    assert "| near | 2.000000 | 1.010000 | 1.0e-02 | 1.0e-01 | 20000 | 3.0 |" in table
+    assert tables.wrong_rows(outcomes, 2e-2) == ["far", "nan", "died"]
+    sizes = {"seq_length": 50, "micro_batch_size": 2, "global_batch_size": 0, "train_iters": 2}
+    table = tables.table(outcomes, {**sizes, "versions": {"device": "NVIDIA H200"}})
+    near = "1.0e-02 / 5.0e-03 / 1.0e-02 (2) | 1.0e-01 / 5.0e-02 / 1.0e-01 (2)"
+    assert f"| near | 1.010000 | {near} | 20000 (20000 to 20000) |  | 3.0 |" in table
     assert "| absent | not run: transformer-engine absent |" in table
-    assert "| orphan | 2.000000 | 2.000000 |  |  | not timed | unknown |" in table
+    assert "| orphan | 2.000000 |  |  | not timed |  | unknown |" in table
+    assert "device NVIDIA H200, 2 steps of 100 tokens." in table
 
 
 def settings(compare, *flags):
@@ -102,10 +132,10 @@ def settings(compare, *flags):
 def test_missing_requirements_are_said_and_not_failures(compare, monkeypatch):
     monkeypatch.setattr(compare, "find_spec", lambda name: None)
     rows = compare.rows(settings(compare, "--fp8-recipes", "delayed", "--graph"))
-    assert [row.missing for row in rows if row.name.startswith("local")] == [""] * 4
+    assert [row.missing for row in rows if row.name.startswith("local")] == [""] * 5
     assert {row.missing for row in rows if row.name.startswith("te")} == {"not run: transformer-engine absent"}
     monkeypatch.setattr(compare, "find_spec", lambda name: object())
-    (unfused, linear) = compare.rows(settings(compare, "--specs", "--fp8-recipes", "mxfp8"))
+    (unfused, _, linear) = compare.rows(settings(compare, "--specs", "--fp8-recipes", "mxfp8"))
     assert linear.base == unfused.name and "needs compute capability 10.0" in linear.missing
 
 
@@ -135,6 +165,43 @@ def compared(compare, folder, seconds, *flags):
     comparison.job = job
     comparison.run()
     return json.loads((folder / "compare.json").read_text())["rows"]
+
+
+def test_rows_of_an_earlier_run_stay_and_only_missing_and_named_ones_run(compare, tmp_path):
+    def ran(*flags):
+        compared(compare, tmp_path / "2", 0, "--add-to", str(tmp_path / "1/compare.json"), "--jobs", "1", *flags)
+        return sorted(path.stem for path in (tmp_path / "2").glob("*.log")), (tmp_path / "2/compare.md").read_text()
+
+    for name in "12":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mark").touch()
+    compared(compare, tmp_path / "1", 0, "--rows", "native", "--jobs", "1")
+    names, table = ran("--rows", "linear")
+    assert names == ["local, linear"] and table.count("\n| local, ") == 3
+    (tmp_path / "2/local, linear.log").unlink()
+    names, table = ran("--rows", "native")
+    assert names == ["local, native"] and table.count("\n| local, ") == 2
+    with pytest.raises(SystemExit, match="measured with seq_length 2048, this run has 64"):
+        ran("--seq-length", "64")
+    (tmp_path / "2/compare.md").unlink()
+    compare.redraw(tmp_path / "2")
+    assert (tmp_path / "2/compare.md").read_text() == table
+
+
+def test_halves_need_an_even_micro_batch(compare, capsys):
+    (half,) = (row for row in compare.rows(settings(compare, "--specs", "local")) if row.loss == HALF)
+    assert half.base == "local, unfused" and half.flags[-2:] == ("--micro-batch-size", "1")
+    odd = settings(compare, "--micro-batch-size", "3", "--specs", "local")
+    assert HALF not in [row.loss for row in compare.rows(odd)] and len(compare.rows(odd)) == 4
+    with pytest.raises(SystemExit):
+        settings(compare, "--micro-batch-size", "3", "--rows", HALF)
+    assert "needs an even --micro-batch-size, this is 3" in capsys.readouterr().err
+
+
+def test_without_timed_steps_nothing_waits(compare, tmp_path):
+    arguments = settings(compare, "--timed-steps", "0", "--specs", "local", "--rows", "linear")
+    comparison = compare.Comparison(arguments, tmp_path)
+    assert "TIMED_STEPS" not in comparison.job(comparison.rows[0]).environment
 
 
 def test_a_row_that_ran_out_of_memory_beside_others_runs_again_alone(compare, tmp_path):
@@ -178,6 +245,10 @@ def test_the_long_run_reads_docstrings_and_judges_by_the_noise_between_seeds(tmp
     runs[0]["validation"]["1200"] = 1.5
     assert not training.report(content, sigmas=0.1)
     assert "| 1 | 1.02000 | 1.02000 | +0.00000 | 0.990000 |" in capsys.readouterr().out
+    runs.append({"variant": "native", "seed": 1, "validation": {"1200": 1.04}})
+    content = {"runs": runs, "cosines": {"native, seed 1": 0.97}}
+    training.report(content, sigmas=2.0)
+    assert "| native | 1 | 1.04000 | +0.02000 | 0.970000 |" in capsys.readouterr().out
     training.report({"runs": runs, "cosines": {}}, sigmas=2.0)  # ended before they were computed
     assert "| 1 | 1.02000 | 1.02000 | +0.00000 | nan |" in capsys.readouterr().out
 
@@ -187,3 +258,30 @@ def test_text_is_taken_from_installed_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "PACKAGES", ())
     written = training.write_text(tmp_path / "docs.txt", max_files=20)
     assert 0 < written <= (tmp_path / "docs.txt").stat().st_size + 20
+
+
+TEXT = "A line of text, and another one.\n\n" * 200
+
+
+def test_text_of_an_earlier_run_is_used_again(tmp_path, monkeypatch):
+    training = script("compare_training")
+    made = []
+    monkeypatch.setattr(training, "write_text", lambda path, max_files: made.append(path) or path.write_text(TEXT))
+    flags = ["--output-dir", str(tmp_path), "--work-dir", str(tmp_path), "--vocab-size"]
+    first = training.prepare_text(training.parse([*flags, "300"]))
+    assert training.prepare_text(training.parse([*flags, "300"])) == first and len(made) == 1
+    training.prepare_text(training.parse([*flags, "310"]))
+    assert len(made) == 2
+
+
+def test_yardsticks_differ_from_the_plain_run_in_one_setting(tmp_path):
+    training = script("compare_training")
+    arguments = training.parse(["--output-dir", str(tmp_path), "--work-dir", str(tmp_path), "--yardsticks", "half"])
+    names = ("unfused", "half", "native", "again")
+    plain, half, native, again = (training.configuration(arguments, name, 1) for name in names)
+    assert again.training == plain.training and again.output_layer == plain.output_layer
+    assert (half.training.micro_batch_size, plain.training.micro_batch_size) == (16, 32)
+    assert (
+        half.training.global_batch_size == plain.training.global_batch_size and half.output_layer == plain.output_layer
+    )
+    assert native.training == plain.training and native.output_layer.cross_entropy_fusion_impl == "native"

@@ -166,7 +166,7 @@ def test_the_commands_are_ones_that_the_scripts_take(tmp_path):
     rows = script("compare_megatron")
     parsed = rows.parse([*compare.command[4:], "--time-limit", "300"])
     assert parsed.output_dir == tmp_path / "compare" and parsed.num_layers == 2 and parsed.time_limit == 300
-    assert [row.name for row in rows.rows(parsed)][-2:] == ["te graph, unfused", "te graph, linear"]
+    assert [row.name for row in rows.rows(parsed)][-2:] == ["te graph, linear", "te graph, linear, all kept"]
     assert script("compare_training").parse([*training.command[4:], "--time-limit", "9"]).seeds == [1]
     collected = subprocess.run(
         [*tests.command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
