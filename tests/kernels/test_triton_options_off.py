@@ -1,9 +1,9 @@
 """An option that is off costs nothing: the machine code is that of kernels whose source does not know the options.
 
-The source loses every branch that an option takes (a pointer that is not None, a transform, a second sum) and is
-compiled beside the kernels as they are, with all options off.  What remains has to be the same, instruction by
-instruction, registers included.  z-loss and ``ignore_index`` are coefficients of a row and no code at all; the outputs
-have kernels of their own.
+The source loses every branch that an option takes (a pointer that is not None, a transform, a second sum) and every
+value that only options have; where one is used nevertheless, it does not compile.  It is compiled beside the kernels
+as they are, with all options off, and has to be the same, instruction by instruction, registers included.  z-loss and
+``ignore_index`` are coefficients of a row and no code at all; the outputs have kernels of their own.
 """
 
 import ast
@@ -28,24 +28,38 @@ from tests.kernels.test_triton_compile import pytestmark  # noqa: E402, F401
 MODULES = [triton_rows, triton_tiles]
 if why_not_gluon() is None:
     MODULES.append(importlib.import_module("loongforge.kernels.gluon_tiles"))
-OFF = {f"{name} is not None" for name in ("bias_ptr", "class_weight_ptr", "weighted_sum_ptr", "uniform_ptr", "uniform")}
-OFF |= {"TRANSFORM == SOFTCAP", "TRANSFORM == SCALE", "WEIGHTED_SUM"}
+VALUES = {"factor", "softcap", "bias_ptr", "class_weight_ptr", "weighted_sum_ptr", "uniform_ptr", "uniform"}
+VALUES |= {"lane_weighted", "weighted_sum"}
+OFF = {f"{name} is not None" for name in VALUES} | {"TRANSFORM == SOFTCAP", "TRANSFORM == SCALE", "WEIGHTED_SUM"}
 ON = {"TRANSFORM == IDENTITY"}
 
 
 class WithoutOptions(ast.NodeTransformer):
-    """Decides the branches of :data:`OFF` and :data:`ON` in the source."""
+    """Decides the branches of :data:`OFF` and :data:`ON` in kernels and gives None for :data:`VALUES`."""
 
     def __init__(self):
-        self.decided = []
+        self.num_branches = self.num_values = 0
+
+    def visit_FunctionDef(self, node):
+        is_kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        return self.generic_visit(node) if is_kernel else node
 
     def visit_If(self, node):
-        self.generic_visit(node)
         condition = ast.unparse(node.test)
+        self.generic_visit(node)
         if condition not in OFF | ON:
             return node
-        self.decided.append(condition)
+        self.num_branches += 1
         return node.body if condition in ON else node.orelse
+
+    def visit_Assign(self, node):
+        if {ast.unparse(target) for target in node.targets} <= VALUES:
+            self.num_values += 1
+            return None
+        return self.generic_visit(node)
+
+    def visit_Name(self, node):
+        return ast.Constant(None) if node.id in VALUES and isinstance(node.ctx, ast.Load) else node
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +72,7 @@ def stripped(tmp_path_factory):
             source = source.replace(f"from {original} import", f"from {name} import")
         without = WithoutOptions()
         tree = without.visit(ast.parse(source))
-        assert without.decided and not any(f"if {condition}" in ast.unparse(tree) for condition in OFF | ON)
+        assert without.num_branches and without.num_values
         name = names[module.__name__] = f"stripped_{module.__name__.rpartition('.')[2]}"
         path = folder / f"{name}.py"
         path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
