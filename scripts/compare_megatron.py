@@ -193,6 +193,16 @@ def earlier(path: Path, settings: dict) -> dict[str, Outcome]:
     return {row["name"]: Outcome(**row) for row in content["rows"] if not row["error"]}
 
 
+def in_order(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    """Rows of the same layers beside each other, their losses in the order of ``LOSSES``."""
+    bases, losses = list({outcome.base: None for outcome in outcomes.values()}), list(LOSSES)
+
+    def place(outcome: Outcome) -> tuple[int, int]:
+        return bases.index(outcome.base), losses.index(outcome.name.partition(", ")[2])
+
+    return {outcome.name: outcome for outcome in sorted(outcomes.values(), key=place)}
+
+
 def as_json(content: dict) -> str:
     """Indented, with each list of numbers on one line."""
     text = json.dumps(content, indent=1)
@@ -214,6 +224,7 @@ class Comparison:
             row for row in rows(arguments) if row.name not in self.outcomes or row.loss in (arguments.rows or ())
         ]
         self.outcomes |= {row.name: Outcome(row.name, row.base, error=row.missing) for row in self.rows}
+        self.outcomes = in_order(self.outcomes)
         self.longest = 0.0
         """Seconds of the longest wave so far: the next one will hardly take less."""
 

@@ -178,6 +178,11 @@ def test_rows_of_an_earlier_run_stay_and_only_missing_and_named_ones_run(compare
     compared(compare, tmp_path / "1", 0, "--rows", "native", "--jobs", "1")
     names, table = ran("--rows", "linear")
     assert names == ["local, linear"] and table.count("\n| local, ") == 3
+    names, table = ran("--rows", HALF, "linear")  # in the order of the losses
+    places = [table.index(f"| local, {loss} |") for loss in ("unfused", HALF, "native", "linear")]
+    assert places == sorted(places)
+    (tmp_path / f"2/local, {HALF}.log").unlink()
+    names, table = ran("--rows", "linear")
     (tmp_path / "2/local, linear.log").unlink()
     names, table = ran("--rows", "native")
     assert names == ["local, native"] and table.count("\n| local, ") == 2
