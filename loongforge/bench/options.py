@@ -16,10 +16,11 @@ from loongforge import TeacherHead, TeacherTopK
 from loongforge.bench.measure import LARGEST_ERROR, failure, relative_error, release, three_products, time_ms
 from loongforge.bench.option_cases import CASES, TEACHER_K, Case, Operands
 from loongforge.bench.progress import TimeLimit
-from loongforge.bench.report import write_record
+from loongforge.bench.report import heading, redraw_markdown, write_markdown, write_record
 from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
 from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import require_folder
+from loongforge.matmul import product_
 
 BLOCK_TOKENS = 512
 """Tokens whose float32 logits exist at once in the check."""
@@ -36,6 +37,8 @@ class Line:
     forward_ms: float = math.nan
     peak_mib: float = math.nan
     errors: dict[str, float] = field(default_factory=dict)
+    unfused_errors: dict[str, float] = field(default_factory=dict)
+    """Of torch with logits in memory, in the same dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,32 +48,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budgets", default="0,all", help="comma-separated MiB of kept logits, or all")
     add_measurement_flags(parser)
     TimeLimit.add_argument(parser)
-    parser.add_argument("--output-dir", type=Path, help="folder for options.json; default: print only")
+    parser.add_argument("--output-dir", type=Path, help="folder for options.json and options.md; default: print only")
+    parser.add_argument("--redraw", type=Path, metavar="OPTIONS_JSON", help="only tabulate earlier results")
 
 
 def run(options: argparse.Namespace) -> list[Line]:
     """Measure, write after every line, print the table last; returns every line."""
+    if options.redraw:
+        redraw_markdown(options.redraw, report)
+        return []
     limit = TimeLimit(options.time_limit)
     shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
     prefixes = [text.strip() for text in options.only.split(",") if text.strip()]
     cases = [case for case in CASES if not prefixes or case.name.startswith(tuple(prefixes))]
     budgets: list[int | str] = [text if text == "all" else int(text) for text in options.budgets.split(",")]
     require_folder(options.output_dir)
-    environment, lines = describe(device, dtype), []
     operands = make_operands(shape, device, dtype)
     floor = time_ms(three_products(operands.hidden.detach(), operands.weight.detach()), device, options.repetitions)
+    lines: list[Line] = []
+    record: dict[str, Any] = {"environment": describe(device, dtype), "shape": asdict(shape), "floor_ms": floor}
+    record["results"] = []
     for case in cases:
         for line in lines_of(case, operands, budgets, options.repetitions, limit):
             lines.append(line)
             print(f"  {line.name}, budget {line.budget_mb}: {line.step_ms:.2f} ms, {line.status}", file=sys.stderr)
+            record["results"] = [asdict(line) for line in lines]
             if options.output_dir:
-                record = {"environment": environment, "shape": asdict(shape), "floor_ms": floor}
-                record["results"] = [asdict(line) for line in lines]
                 write_record(options.output_dir / "options.json", record)
         release(device)
-    print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
-    print(table(lines, floor))
+    print(report(record))
+    if options.output_dir:
+        write_markdown(options.output_dir / "options.json", report(record))
     return lines
+
+
+def report(record: dict[str, Any]) -> str:
+    """Heading and table of what was written."""
+    lines, floor = [Line(**line) for line in record["results"]], record["floor_ms"]
+    sizes = f"{HeadShape(**record['shape'])}; three products {floor:.2f} ms"
+    return "\n\n".join([heading(record["environment"]), sizes, table(lines, floor)])
 
 
 def lines_of(
@@ -78,14 +94,18 @@ def lines_of(
 ) -> Iterator[Line]:
     """One line a budget; a case without a gradient keeps no logits and has one.  What fails becomes a line's status."""
     truth: list[torch.Tensor] = []
+    unfused: dict[str, float] = {}
     for budget in budgets if case.has_gradient else budgets[:1]:
         if obstacle := limit.obstacle():
             yield Line(case.name, budget, obstacle)
             continue
         with limit.line():
             try:
-                truth = truth or truth_of(case, operands)
+                if not truth:
+                    truth = truth_of(case, operands)
+                    unfused = errors_of(case, truth_of(case, operands, operands.hidden.dtype), truth)
                 line = measure(case, operands, truth, budget, repetitions)
+                line.unfused_errors = unfused
             except Exception as error:  # a kernel that a device or a compiler refuses must not end the measurement
                 line = Line(case.name, budget, failure(error))
         yield line
@@ -130,30 +150,45 @@ def leaves(case: Case, operands: Operands) -> list[torch.Tensor]:
     return [operands.hidden, operands.weight, *([operands.bias] if case.uses_bias else [])]
 
 
-def truth_of(case: Case, operands: Operands) -> list[torch.Tensor]:
-    """Values and gradients in float32 through torch's autograd, a block of tokens at a time."""
+def truth_of(case: Case, operands: Operands, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Values and gradients through torch's autograd, a block of tokens at a time.
+
+    In float32 the truth; in a narrower ``dtype`` what unfused code gives that stores logits and their gradient in it,
+    with the softmax in float32 and every product rounded once.
+    """
     o = operands
-    hidden, weight, bias = (tensor.detach().float() for tensor in (o.hidden, o.weight, o.bias))
-    teacher_weight = o.teacher.weight.float() if case.uses_teacher else None
+    hidden, weight, bias = (tensor.detach().to(dtype) for tensor in (o.hidden, o.weight, o.bias))
+    teacher_weight = o.teacher.weight.to(dtype) if case.uses_teacher else None
     values: list[list[torch.Tensor]] = []
-    grad_hidden, grad_weight, grad_bias = torch.empty_like(hidden), torch.zeros_like(weight), torch.zeros_like(bias)
-    all_upstream = [upstream(number, hidden[:, 0]) for number in range(3)]
+    sums = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (hidden, weight, bias)]
+    grad_hidden, grad_weight, grad_bias = sums
+    all_upstream = [upstream(number, o.hidden.detach()[:, 0].float()) for number in range(3)]
     for start in range(0, len(hidden), BLOCK_TOKENS):
         block = slice(start, min(start + BLOCK_TOKENS, len(hidden)))
-        logits = torch.nn.functional.linear(hidden[block], weight, bias if case.uses_bias else None).requires_grad_()
-        teacher: Any = None if teacher_weight is None else o.teacher.hidden[block].float() @ teacher_weight.t()
+        logits = torch.nn.functional.linear(hidden[block], weight, bias if case.uses_bias else None)
+        logits = logits.float().requires_grad_()
+        teacher: Any = None
+        if teacher_weight is not None:
+            teacher = (o.teacher.hidden[block].to(dtype) @ teacher_weight.t()).float()
         outputs = case.eager(logits, teacher, o, block)
         values.append([value.detach() for value in outputs])
         if case.has_gradient:
             total: Any = sum(
                 (value * all_upstream[n][block]).sum() for n, value in enumerate(outputs) if value.requires_grad
             )
-            (grad_logits,) = torch.autograd.grad(total, logits)
-            grad_hidden[block] = grad_logits @ weight
-            grad_weight.addmm_(grad_logits.t(), hidden[block])
-            grad_bias += grad_logits.sum(0)
-    gradients = [grad_hidden, grad_weight, grad_bias][: len(leaves(case, o))] if case.has_gradient else []
-    return [*(torch.cat(parts) for parts in zip(*values, strict=True)), *gradients]
+            grad_logits = torch.autograd.grad(total, logits)[0].to(dtype)
+            grad_hidden[block] = (grad_logits @ weight).float()
+            product_(grad_weight, grad_logits.t(), hidden[block], accumulate=True)
+            grad_bias += torch.sum(grad_logits, 0, dtype=torch.float32)
+    gradients = sums[: len(leaves(case, o))] if case.has_gradient else []
+    return [*(torch.cat(parts) for parts in zip(*values, strict=True)), *(sum_.to(dtype).float() for sum_ in gradients)]
+
+
+def errors_of(case: Case, actual: Sequence[Any], truth: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Of values and gradients, by name."""
+    gradients = ["grad_hidden", "grad_weight", "grad_bias"][: 2 + case.uses_bias] if case.has_gradient else []
+    names = [*(f"value {n}" for n in range(len(truth) - len(gradients))), *gradients]
+    return {name: _error(*pair) for name, *pair in zip(names, actual, truth, strict=True)}
 
 
 def measure(case: Case, operands: Operands, truth: Sequence[torch.Tensor], budget: int | str, repetitions: int) -> Line:
@@ -173,8 +208,7 @@ def measure(case: Case, operands: Operands, truth: Sequence[torch.Tensor], budge
 
     outputs = step()
     actual: list[Any] = [*outputs, *(tensor.grad for tensor in tensors if case.has_gradient)]
-    names = [*(f"value {n}" for n in range(len(outputs))), "grad_hidden", "grad_weight", "grad_bias"]
-    line.errors = {name: _error(*pair) for name, *pair in zip(names, actual, truth, strict=False)}
+    line.errors = errors_of(case, actual, truth)
     del outputs, actual
     wrong = [name for name, error in line.errors.items() if not error <= LARGEST_ERROR]
     if wrong:
@@ -209,18 +243,22 @@ def _peak_mib(step, tensors: Sequence[torch.Tensor], device: torch.device) -> fl
 
 def table(lines: Sequence[Line], floor: float) -> str:
     """Markdown; "to plain" divides by the loss, or the log-probabilities, with nothing else at the same budget."""
-    rows = ["| case | budget MiB | step ms | to plain | of the floor | forward ms | peak MiB | largest error |"]
-    rows.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = ("case", "budget MiB", "step ms", "to plain", "of the floor", "forward ms", "peak MiB", "largest error")
+    rows = [f"| {' | '.join((*columns, 'unfused'))} |", "| --- " * (len(columns) + 1) + "|"]
     plain = {(line.name, line.budget_mb): line.step_ms for line in lines}
     for line in lines:
-        error = f"{max(line.errors.values(), default=math.nan):.1e}"
+        errors = " | ".join(_largest(errors) for errors in (line.errors, line.unfused_errors))
         if line.status != "ok":
-            rows.append(f"| {line.name} | {line.budget_mb} | {line.status} | | | | | {error} |")
+            rows.append(f"| {line.name} | {line.budget_mb} | {line.status} | | | | | {errors} |")
             continue
         first = "logprobs" if line.name.startswith("logprobs") else "loss"
         to_plain = line.step_ms / plain.get((first, line.budget_mb), math.nan)
         rows.append(
             f"| {line.name} | {line.budget_mb} | {line.step_ms:.2f} | {to_plain:.3f} | {line.step_ms / floor:.3f} | "
-            f"{line.forward_ms:.2f} | {line.peak_mib:.0f} | {error} |"
+            f"{line.forward_ms:.2f} | {line.peak_mib:.0f} | {errors} |"
         )
     return "\n".join(rows)
+
+
+def _largest(errors: dict[str, float]) -> str:
+    return f"{max(errors.values()):.1e}" if errors else "-"

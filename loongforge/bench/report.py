@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,22 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def write_markdown(path: Path, text: str) -> None:
+    """The printed table beside the record at ``path``."""
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+
+
+def redraw_markdown(path: Path, report: Callable[[dict[str, Any]], str]) -> None:
+    """Print the table of an earlier record and write it beside it again."""
+    try:
+        text = report(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} holds no results of this script: {type(error).__name__}: {error}") from error
+    require_folder(path.parent)
+    write_markdown(path, text)
+    print(text)
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,8 +20,8 @@ import loongforge
 from loongforge.bench.contenders import Contender, LossFunction
 from loongforge.bench.measure import Problem, Result, float32_truth, make_problem, measure, release
 from loongforge.bench.progress import TimeLimit
-from loongforge.bench.report import median_floor_ms, write_record
-from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of
+from loongforge.bench.report import heading, median_floor_ms, redraw_markdown, write_markdown, write_record
+from loongforge.bench.run import DTYPES, add_measurement_flags, describe, device_of, select
 from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import require_folder
 
@@ -31,37 +32,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masked", type=float, default=0.8, help="share of tokens without a loss (default 0.8)")
     add_measurement_flags(parser)
     TimeLimit.add_argument(parser)
-    parser.add_argument("--output-dir", type=Path, help="folder for sft.json; default: print only")
+    parser.add_argument("--only", default="", help="comma-separated beginnings of cases' names; default: all")
+    parser.add_argument("--output-dir", type=Path, help="folder for sft.json and sft.md; default: print only")
+    parser.add_argument("--redraw", type=Path, metavar="SFT_JSON", help="only tabulate earlier results")
 
 
 def run(options: argparse.Namespace) -> list[Result]:
     """Measure, write after every line, print the table last; returns every line."""
+    if options.redraw:
+        redraw_markdown(options.redraw, report)
+        return []
     limit = TimeLimit(options.time_limit)
     shape, device, dtype = parse_shape(options.shape), device_of(options.device), DTYPES[options.dtype]
     require_folder(options.output_dir)
-    environment, results = describe(device, dtype), []
+    bound = round(shape.tokens * (1 - options.masked) * 1.05) + 64
+    every, with_mask = every_token(), with_masked_tokens(options.masked, bound)
+    names = {contender.name for contender in select([*every, *with_mask], options.only, "")}
+    results: list[Result] = []
+    record: dict[str, Any] = {"environment": describe(device, dtype), "shape": asdict(shape), "masked": options.masked}
     problem = make_problem(shape, device, dtype)
     release(device)
 
     def measure_all(problem: Problem, contenders: Sequence[Contender]) -> None:
         for contender in contenders:
+            if contender.name not in names:
+                continue
             torch.compiler.reset()
             results.append(measure_or_say_why_not(limit, contender, shape, problem, options.repetitions))
             last = results[-1]
             print(f"  {last.name}: {last.step_ms:.2f} ms, {last.status}", file=sys.stderr, flush=True)
+            record["results"] = [asdict(result) for result in results]
             if options.output_dir:
-                record = {"environment": environment, "shape": asdict(shape), "floor_ms": median_floor_ms(results)}
-                record |= {"masked": options.masked, "results": [asdict(result) for result in results]}
                 write_record(options.output_dir / "sft.json", record)
 
-    measure_all(problem, every_token())
-    problem = masked(problem, options.masked)
-    bound = round(shape.tokens * (1 - options.masked) * 1.05) + 64
-    measure_all(problem, with_masked_tokens(options.masked, bound))
-    floor = median_floor_ms(results)
-    print(f"{environment['device']}, {environment['dtype']}, {shape}; three products {floor:.2f} ms\n")
-    print(table(results))
+    measure_all(problem, every)
+    if names & {contender.name for contender in with_mask}:
+        measure_all(masked(problem, options.masked), with_mask)
+    print(report(record))
+    if options.output_dir:
+        write_markdown(options.output_dir / "sft.json", report(record))
     return results
+
+
+def report(record: dict[str, Any]) -> str:
+    """Heading and table of what was written."""
+    results = [Result(**result) for result in record["results"]]
+    sizes = f"{HeadShape(**record['shape'])}; three products {median_floor_ms(results):.2f} ms"
+    return "\n\n".join([heading(record["environment"]), sizes, table(results)])
 
 
 def measure_or_say_why_not(

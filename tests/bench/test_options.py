@@ -12,6 +12,7 @@ import torch
 from loongforge.bench import options, progress
 from loongforge.bench.option_cases import CASES
 from loongforge.bench.shapes import HeadShape
+from loongforge.errors import UsageError
 from tests.helpers import worst
 
 
@@ -34,6 +35,40 @@ def test_every_case_is_checked_measured_and_written(tmp_path, capsys):
     assert [result["name"] for result in written["results"]] == [line.name for line in lines]
     printed = capsys.readouterr().out
     assert printed.count("\n| ") == len(lines) + 2 and "| loss softcap | all |" in printed
+    assert (tmp_path / "options.md").read_text() == printed
+    assert all(line.unfused_errors.keys() == line.errors.keys() for line in lines)
+
+
+def test_earlier_results_are_tabulated(tmp_path, capsys):
+    options.run(small("--only", "loss", "--budgets", "0", "--output-dir", str(tmp_path)))
+    printed = capsys.readouterr().out
+    record = json.loads((tmp_path / "options.json").read_text())
+    del record["results"][0]["unfused_errors"]  # older than they are
+    (tmp_path / "options.json").write_text(json.dumps(record))
+    (tmp_path / "options.md").unlink()
+    options.run(arguments("--redraw", str(tmp_path / "options.json")))
+    again = capsys.readouterr().out
+    assert again == (tmp_path / "options.md").read_text() and again.count("| - |") == 1
+    assert [line.rpartition("|")[0] for line in again.splitlines()[1:3]] == [
+        line.rpartition("|")[0] for line in printed.splitlines()[1:3]
+    ]
+    with pytest.raises(UsageError, match="holds no results of this script"):
+        options.run(arguments("--redraw", str(tmp_path / "options.md")))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_errors_are_those_of_unfused_code(dtype):
+    """Every case within 1.5 times of torch with logits in memory; the divergences' are larger than a loss's in both."""
+    operands = options.make_operands(HeadShape("small", 96, 64, 1500), torch.device("cpu"), dtype)
+    largest = {}
+    for case in CASES:
+        (line,) = options.lines_of(case, operands, [0], 1, progress.TimeLimit(None))
+        assert line.status == "ok", line
+        for name, error in line.errors.items():
+            assert error <= 1.5 * line.unfused_errors[name] + 1e-6, (case.name, name, line)
+        largest[case.name] = max(line.unfused_errors.values())
+    if dtype == torch.bfloat16:
+        assert min(error for name, error in largest.items() if name.startswith("distill")) > 2 * largest["loss"]
 
 
 def test_a_wrong_case_is_not_timed():

@@ -6,7 +6,10 @@ import argparse
 import json
 import math
 
+import pytest
+
 from loongforge.bench import progress, sft
+from loongforge.errors import UsageError
 from tests.helpers import worst
 
 
@@ -21,7 +24,21 @@ def test_every_line_is_right(tmp_path, capsys, monkeypatch):
     assert sum("compact" in result.name for result in results) == 4
     record = json.loads((tmp_path / "sft.json").read_text())
     assert len(record["results"]) == len(results) and record["masked"] == 0.8
-    assert capsys.readouterr().out.count("80% masked, at most ") == 5
+    printed = capsys.readouterr().out
+    assert printed.count("80% masked, at most ") == 5 and (tmp_path / "sft.md").read_text() == printed
+    sft.run(parser.parse_args(["--redraw", str(tmp_path / "sft.json")]))
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize("only", ("mean all", "mean 80% masked,mean compiled"))
+def test_only_some(only, monkeypatch):
+    monkeypatch.setattr(sft, "measure", lambda contender, shape, *_: sft.Result(shape.name, contender.name, True, True))
+    parser = argparse.ArgumentParser()
+    sft.add_arguments(parser)
+    results = sft.run(parser.parse_args(["30x8x40", "--dtype", "fp32", "--device", "cpu", "--only", only]))
+    assert results and all(result.name.startswith(tuple(only.split(","))) for result in results)
+    with pytest.raises(UsageError, match="leaves nobody to measure"):
+        sft.run(parser.parse_args(["30x8x40", "--device", "cpu", "--only", "men"]))
 
 
 def test_lines_without_time_are_listed_as_not_run(tmp_path, monkeypatch):
