@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
-from loongforge.matmul import product_, project_
+from loongforge.matmul import column_sums_, product_, project_
 from loongforge.parallel import Tokens
 from loongforge.plan import ChunkPlan
 
@@ -143,7 +143,7 @@ def backward(
         if weight_grad is not None:
             _weight_rows_grad(weight_grad, logits_TC, head.trained_hidden(), start, stop, scale)
         if grad_bias is not None:
-            rows_C = torch.sum(logits_TC, 0, dtype=grad_bias.dtype, out=grad_bias[start:stop])
+            rows_C = column_sums_(grad_bias[start:stop], logits_TC)
             if scale is not None:
                 rows_C.div_(scale)
     head.tokens.wait()  # where nothing needed them, other ranks may have

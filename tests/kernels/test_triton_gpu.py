@@ -152,3 +152,27 @@ def test_peak_with_main_grad_on_the_llama3_8b_head():
     grad_TV = (rows.softmax(1).index_put((torch.arange(8192, device=DEVICE), target), torch.tensor(-1.0, device=DEVICE),
                                          accumulate=True) * upstream[:, None])[:, chosen]  # fmt: skip
     assert_close(sink.buffer_VH[chosen] / 2, grad_TV.t() @ hidden.detach().float(), 4e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("budget", (0, "all"))
+def test_the_gradient_of_a_bias_costs_no_memory(budget):
+    """Beside the logits' gradient, of which it is the sum; ``tests/core/test_memory.py`` has a CPU twin."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    tensors = [
+        torch.randn(*size, device=DEVICE, generator=generator) / 8 for size in ((8192, 256), (32000, 256), (32000,))
+    ]
+    hidden, weight, bias = (tensor.bfloat16().requires_grad_() for tensor in tensors)
+    target = torch.randint(0, 32000, (8192,), device=DEVICE, generator=generator)
+    peaks = []
+    for given in (None, bias, None, bias):  # the library's workspace belongs to nobody after the first two
+        hidden.grad = weight.grad = bias.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        fused_loss(hidden, weight, target, LossOptions(logits_budget_mb=budget), bias=given).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[3] - peaks[2] < 4 << 20, [peak / 2**20 for peak in peaks]
+    logits = hidden.detach().float() @ weight.detach().float().t() + bias.detach().float()
+    grad_V = (logits.softmax(1).sum(0) - torch.bincount(target, minlength=32000)) / 8192
+    assert_close(bias.grad, grad_V, 2**-8)
