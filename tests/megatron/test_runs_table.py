@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 
 from tests.megatron.launching import ROOT
 from tests.megatron.matrix import UNPACKED, full
+from tests.megatron.scripts import script
 
 PAGE = ROOT / "docs" / "megatron_runs.md"
+RESULTS = ROOT / "docs" / "benchmarks" / "h200-megatron"
 SHORT = {"entries": "tests/megatron/test_entries.py", "hook": "tests/megatron/test_hook.py"}
 
 
@@ -42,6 +46,9 @@ def selected(command: str) -> list[str]:
         names, expression = [row.name for row in full(UNPACKED[-1])], words[1]
     elif words[0] in SHORT:
         names, expression = test_names(SHORT[words[0]]), words[1]
+    elif words[0] == "python":
+        parsed = script(Path(words[1]).stem).parse(words[2:])
+        names, expression = [row.name for row in script(Path(words[1]).stem).rows(parsed)], "unfused"
     else:
         assert words[0] == "pytest", command
         path = words[1]
@@ -70,3 +77,21 @@ def test_every_command_selects_tests(command):
 
 def test_an_unknown_name_selects_nothing():
     assert not selected("matrix no_such_layout") and not selected("hook no_such_test")
+
+
+def test_the_rows_measured_on_a_gpu_are_those_of_their_json():
+    content = json.loads((RESULTS / "compare.json").read_text())
+    tables = script("megatron_table")
+    made = tables.table([tables.Outcome(**row) for row in content["rows"]], content["settings"])
+    assert made == (RESULTS / "compare.md").read_text()
+    assert made.partition("\n\n")[0] in PAGE.read_text()
+
+
+def test_the_long_run_in_the_page_is_that_of_its_json(capsys):
+    content = json.loads((RESULTS / "training.json").read_text())
+    assert script("compare_training").report(content, sigmas=2.0)
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| (\S+) \| ([\d.]*)", capsys.readouterr().out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2", "3", "mean"]
+    for name, fused, unfused, difference, cosine in rows:
+        cells = f"| {name} | {float(fused):.4f} | {float(unfused):.4f} | {float(difference):+.4f} |"
+        assert cells + (f" {float(cosine):.3f} |" if cosine else " |") in PAGE.read_text(), name
