@@ -244,32 +244,21 @@ def _rows_or_reason(name: Any, device: torch.device, dtype: torch.dtype) -> RowK
 
 def _after_the_tiles(rows: Rows) -> Iterator[Kernel]:
     """Fold and label logits as the forward over all rows launches them."""
-    names, missing = ("fold of the tiles, triton", "logits at labels, triton"), why_no_triton(rows.hidden_TH.device)
+    name, missing = "fold of the tiles and logits at labels, triton", why_no_triton(rows.hidden_TH.device)
     if missing is not None:
-        yield from (Kernel(name, missing=missing) for name in names)
+        yield Kernel(name, missing=missing)
         return
     triton_tiles = importlib.import_module("loongforge.kernels.triton_tiles")
     partial_2XT = _of_tiles(rows.stats, -(-rows.width // triton_tiles.CONFIG.block_c))
+    finish = partial(triton_tiles._finish_statistics, partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk)
 
-    def launch(without: str, stats: RowStats) -> None:
-        operands = (rows.hidden_TH, rows.weight_CH, None, rows.chunk)
-        with left_out(without):
-            triton_tiles._finish_statistics(partial_2XT, *operands, stats)
+    def error() -> float:
+        finish(stats := empty_stats(rows.label_T))
+        lse_T, expected_T = (given.max_T + given.sum_exp_T.log() for given in (stats, rows.stats))
+        return relative_error(lse_T, expected_T) + relative_error(stats.label_logit_T, rows.stats.label_logit_T)
 
-    def fold_error() -> float:
-        stats = empty_stats(rows.label_T)
-        launch("label_logit_kernel", stats)
-        return relative_error(stats.max_T + stats.sum_exp_T.log(), rows.stats.max_T + rows.stats.sum_exp_T.log())
-
-    def label_error() -> float:
-        stats = empty_stats(rows.label_T)
-        launch("fold_kernel", stats)
-        return relative_error(stats.label_logit_T, rows.stats.label_logit_T)
-
-    stats = empty_stats(rows.label_T)
-    yield Kernel(names[0], partial(launch, "label_logit_kernel", stats), fold_error, num_bytes=partial_2XT.nbytes)
-    num_bytes = 2 * int((rows.label_T >= 0).sum()) * rows.hidden_TH[0].nbytes
-    yield Kernel(names[1], partial(launch, "fold_kernel", stats), label_error, num_bytes=num_bytes)
+    operands = 2 * int((rows.label_T >= 0).sum()) * rows.hidden_TH[0].nbytes
+    yield Kernel(name, partial(finish, empty_stats(rows.label_T)), error, num_bytes=partial_2XT.nbytes + operands)
 
 
 def _of_tiles(stats: RowStats, num_tiles: int) -> torch.Tensor:

@@ -38,22 +38,24 @@ WARPGROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of one tensor core instruction
 BLOCK_T = gl.constexpr(128)
 BLOCK_C = gl.constexpr(256)
-BLOCK_H = gl.constexpr(64)  # 128 bytes, the widest swizzle
+BLOCK_H = gl.constexpr(32)  # many short stages: the warpgroups depend on each other less than with few long ones
 HALF_C = gl.constexpr(128)  # stored at a time, so that the staging buffer fits beside the ring
-STAGES = gl.constexpr(4)
+STATISTICS_STAGES = gl.constexpr(9)  # as many as shared memory holds
+GRADIENT_STAGES = gl.constexpr(8)  # beside the staging buffers
 GROUP = gl.constexpr(8)
 REGISTERS = gl.constexpr(232)  # of a thread that multiplies; the loading warp needs 24
 TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
 HALF_TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))  # rows of BLOCK_H
+STAGING = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 @gluon.jit
-def _open_ring(dtype: gl.constexpr):
+def _open_ring(dtype: gl.constexpr, STAGES: gl.constexpr):
     """Stages and their barriers: hidden, weight, ready, free."""
-    hidden_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, BLOCK_H], SHARED)
-    weight_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_C, BLOCK_H], SHARED)
+    hidden_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, BLOCK_H], OPERAND)
+    weight_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_C, BLOCK_H], OPERAND)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for stage in gl.static_range(STAGES):
@@ -64,7 +66,7 @@ def _open_ring(dtype: gl.constexpr):
 
 
 @gluon.jit
-def _load_tiles(hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size):
+def _load_tiles(hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, STAGES: gl.constexpr):
     """What the loading warp does: every step of every tile of this program, as soon as a stage is free."""
     hidden_ring, weight_ring, ready, free = ring
     num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
@@ -86,7 +88,7 @@ def _load_tiles(hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_
 
 
 @gluon.jit
-def _logits(ring, step, bias_ptr, column, num_classes, hidden_size, WARPGROUP: gl.constexpr):
+def _logits(ring, step, bias_ptr, column, num_classes, hidden_size, STAGES: gl.constexpr, WARPGROUP: gl.constexpr):
     """float32 logits [ROWS, BLOCK_C] of one warpgroup, and the next step; what lies past the end was loaded as 0."""
     hidden_ring, weight_ring, ready, free = ring
     acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_C), gl.float32, TILE))
@@ -127,7 +129,7 @@ def _statistics_tiles(ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         row = tile_t * BLOCK_T + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
         column = tile_c * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, TILE))
-        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, WARPGROUP)
+        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, STATISTICS_STAGES, WARPGROUP)
         _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor,
                           softcap, TRANSFORM, WEIGHTED_SUM, BLOCK_C)  # fmt: skip
 
@@ -157,7 +159,7 @@ def _gradient_tiles(ring, out_desc, staging, bias_ptr, label_ptr, max_ptr, softm
             row_uniform = gl.load(uniform_ptr + row, mask=row_exists, other=0.0)
             active = active | (row_uniform != 0.0)
             uniform = row_uniform[:, None]
-        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, WARPGROUP)
+        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, GRADIENT_STAGES, WARPGROUP)
         grad = _gradient(z, column[None, :], exists, label[:, None], max_x[:, None], softmax_over_sum[:, None],
                          onehot[:, None], uniform, class_weight_ptr, factor, softcap, TRANSFORM)  # fmt: skip
         grad = gl.where(active[:, None], grad, 0.0)
@@ -185,14 +187,14 @@ def statistics_kernel(
 ):
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
-    ring = _open_ring(hidden_desc.dtype)
+    ring = _open_ring(hidden_desc.dtype, STATISTICS_STAGES)
     gl.warp_specialize(
         [
             (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
                                  num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 0)),
             (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
                                  num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 1)),
-            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size)),
+            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, STATISTICS_STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -221,9 +223,9 @@ def tile_gradient_kernel(
 ):
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
-    ring = _open_ring(hidden_desc.dtype)
-    first = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], SHARED)
-    second = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], SHARED)
+    ring = _open_ring(hidden_desc.dtype, GRADIENT_STAGES)
+    first = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], STAGING)
+    second = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], STAGING)
     gl.warp_specialize(
         [
             (_gradient_tiles, (ring, out_desc, first, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr,
@@ -232,7 +234,7 @@ def tile_gradient_kernel(
             (_gradient_tiles, (ring, out_desc, second, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr,
                                uniform_ptr, class_weight_ptr, num_tokens, num_classes, first_class, hidden_size,
                                factor, softcap, TRANSFORM, 1)),
-            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size)),
+            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, GRADIENT_STAGES)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -249,11 +251,11 @@ class GluonTileKernels(TritonTileKernels):
         return statistics_kernel, tile_gradient_kernel, {"num_warps": 4, "enable_fp_fusion": True}
 
     def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, ...]:
-        return _descriptor(hidden_TH, ROWS, BLOCK_H), _descriptor(weight_CH, BLOCK_C, BLOCK_H)
+        return _descriptor(hidden_TH, ROWS, BLOCK_H, OPERAND), _descriptor(weight_CH, BLOCK_C, BLOCK_H, OPERAND)
 
     def _output(self, out_TC: torch.Tensor) -> Any:
-        return _descriptor(out_TC, ROWS, HALF_C)
+        return _descriptor(out_TC, ROWS, HALF_C, STAGING)
 
 
-def _descriptor(operand: torch.Tensor, rows: gl.constexpr, columns: gl.constexpr) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(operand, [rows.value, columns.value], SHARED.value)
+def _descriptor(operand: torch.Tensor, rows: Any, columns: Any, layout: Any) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(operand, [rows.value, columns.value], layout.value)

@@ -4,9 +4,9 @@ Where logits are not kept, forward needs nothing of them but three numbers per t
 gradient.  These two kernels compute a [BLOCK_T, BLOCK_C] tile of ``hidden @ weight.T`` with the tensor cores (TMA
 loads and stores, persistent programs) and finish it in the epilogue:
 
-* ``statistics_kernel`` reduces the tile to a maximum and a sum of exponentials per row; ``fold_kernel`` folds the
-  partial results of a row's tiles in a fixed order (no atomics, so that results repeat bit for bit) and
-  ``label_logit_kernel`` computes the one logit per row that has to be known by itself;
+* ``statistics_kernel`` reduces the tile to a maximum and a sum of exponentials per row; ``finish_kernel`` folds the
+  partial results of a row's tiles in a fixed order (no atomics, so that results repeat bit for bit) and computes the
+  one logit per row that has to be known by itself;
 * ``tile_gradient_kernel`` turns the tile into its gradient and stores that.
 
 Both see the float32 accumulator: losses and gradients are those of unrounded logits.  A probability must be
@@ -129,25 +129,11 @@ def statistics_kernel(
                           softcap, TRANSFORM, WEIGHTED_SUM, BLOCK_C)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def label_logit_kernel(
-    hidden_ptr,
-    weight_ptr,
-    bias_ptr,  # None: no bias
-    label_ptr,
-    label_logit_ptr,
-    hidden_stride: tl.int64,
-    weight_stride: tl.int64,
-    num_classes: tl.int32,
-    first_class: tl.int64,
-    hidden_size: tl.int32,
-    factor_bits: tl.int64,
-    softcap_bits: tl.int64,
-    TRANSFORM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+@triton.jit
+def _store_label_logit(row, hidden_ptr, weight_ptr, bias_ptr, label_ptr, label_logit_ptr, hidden_stride, weight_stride,
+                       num_classes, first_class, hidden_size, factor, softcap, TRANSFORM: tl.constexpr,
+                       BLOCK_H: tl.constexpr):  # fmt: skip
     """The logit at the label of one row: one dot product, cheaper than looking for it in every tile."""
-    row = tl.program_id(0).to(tl.int64)
     label = tl.load(label_ptr + row) - first_class
     if (label >= 0) & (label < num_classes):
         total = tl.zeros((BLOCK_H,), tl.float32)
@@ -160,25 +146,14 @@ def label_logit_kernel(
         z = tl.sum(total, 0)
         if bias_ptr is not None:
             z += tl.load(bias_ptr + label).to(tl.float32)
-        factor = _float_from_bits(factor_bits, tl.float32)
-        softcap = _float_from_bits(softcap_bits, tl.float32)
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         tl.store(label_logit_ptr + row, x)
 
 
-@triton.jit(do_not_specialize=_UNSPECIALIZED)
-def fold_kernel(
-    partial_ptr,
-    max_ptr,
-    sum_exp_ptr,
-    weighted_sum_ptr,  # None: not wanted
-    num_tokens: tl.int32,
-    num_tiles: tl.int32,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
-):
+@triton.jit
+def _fold_rows(row, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles,
+               ROWS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Fold the partial statistics of a few rows, tile after tile, into what earlier chunks left."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_exists = row < num_tokens
     plane = num_tiles.to(tl.int64) * num_tokens
     lane_max = tl.full((TILES, ROWS), float("-inf"), tl.float32)
@@ -203,6 +178,44 @@ def fold_kernel(
     if weighted_sum_ptr is not None:
         old_weighted = tl.load(weighted_sum_ptr + row, mask=row_exists, other=0.0)
         tl.store(weighted_sum_ptr + row, old_weighted + tl.sum(lane_weighted, 0), mask=row_exists)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def finish_kernel(
+    partial_ptr,
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,  # None: no bias
+    label_ptr,
+    max_ptr,
+    sum_exp_ptr,
+    label_logit_ptr,
+    weighted_sum_ptr,  # None: not wanted
+    hidden_stride: tl.int64,
+    weight_stride: tl.int64,
+    num_tokens: tl.int32,
+    num_tiles: tl.int32,
+    num_classes: tl.int32,
+    first_class: tl.int64,
+    hidden_size: tl.int32,
+    factor_bits: tl.int64,
+    softcap_bits: tl.int64,
+    TRANSFORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """What follows the tiles, in one launch: few programs that fold, beside them one per row for its label."""
+    num_folds = tl.cdiv(num_tokens, ROWS)
+    if tl.program_id(0) < num_folds:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        _fold_rows(row, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles, ROWS, TILES)
+    else:
+        row = (tl.program_id(0) - num_folds).to(tl.int64)
+        factor, softcap = _float_from_bits(factor_bits, tl.float32), _float_from_bits(softcap_bits, tl.float32)
+        _store_label_logit(row, hidden_ptr, weight_ptr, bias_ptr, label_ptr, label_logit_ptr, hidden_stride,
+                           weight_stride, num_classes, first_class, hidden_size, factor, softcap, TRANSFORM,
+                           BLOCK_H)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -277,8 +290,7 @@ class TileConfig:
 
 
 CONFIG = TileConfig()
-_FOLD = {"ROWS": 32, "TILES": 32}
-_LABEL_BLOCK_H = 1024
+_FINISH = {"ROWS": 32, "TILES": 32, "BLOCK_H": 1024}
 _TMA_BYTES = 16
 """Alignment that the tensor memory accelerator asks of addresses and row strides."""
 
@@ -354,23 +366,16 @@ class TritonTileKernels:
 
 
 def _finish_statistics(
-    partial: torch.Tensor,
-    hidden_TH: torch.Tensor,
-    weight_CH: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    chunk: Chunk,
+    partial: torch.Tensor, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None, chunk: Chunk,
     stats: RowStats,
-) -> None:
+) -> None:  # fmt: skip
     """Fold the partial statistics of all tiles into ``stats`` and compute the logits at the labels."""
     num_tokens, num_tiles = hidden_TH.shape[0], partial.shape[1]
     mode, factor, softcap = _transform_arguments(chunk.transform)
-    fold_kernel[(triton.cdiv(num_tokens, _FOLD["ROWS"]),)](
-        partial, stats.max_T, stats.sum_exp_T, stats.weighted_sum_T, num_tokens, num_tiles, **_FOLD
-    )
-    label_logit_kernel[(num_tokens,)](
-        hidden_TH, weight_CH, bias_C, chunk.label_T, stats.label_logit_T, hidden_TH.stride(0), weight_CH.stride(0),
-        weight_CH.shape[0], chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap),
-        TRANSFORM=mode, BLOCK_H=_LABEL_BLOCK_H,
+    finish_kernel[(triton.cdiv(num_tokens, _FINISH["ROWS"]) + num_tokens,)](
+        partial, hidden_TH, weight_CH, bias_C, chunk.label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T,
+        stats.weighted_sum_T, hidden_TH.stride(0), weight_CH.stride(0), num_tokens, num_tiles, weight_CH.shape[0],
+        chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap), TRANSFORM=mode, **_FINISH,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ ON_CPU = {
 IN_TRITON = {
     "statistics of a chunk, gluon", "statistics of a chunk, triton", "gradient of a chunk, gluon",
     "gradient of a chunk, triton", "statistics of all rows, gluon", "statistics of all rows, triton",
-    "accumulate, triton", "to gradient, triton", "fold of the tiles, triton", "logits at labels, triton",
+    "accumulate, triton", "to gradient, triton", "fold of the tiles and logits at labels, triton",
 }  # fmt: skip
 ELSEWHERE = {"accumulate, flydsl", "to gradient, flydsl"}
 
@@ -184,14 +184,13 @@ def test_each_call_launches_its_kernel_alone(interpreted, monkeypatch):
             launched.append(self.name)
             return self.kernel[grid]
 
-    for name in ("statistics_kernel", "tile_gradient_kernel", "fold_kernel", "label_logit_kernel"):
+    for name in ("statistics_kernel", "tile_gradient_kernel", "finish_kernel"):
         monkeypatch.setattr(interpreted, name, Recorded(name))
     problem = make_problem(HeadShape("small", 8, 16, 40), CPU, torch.float16)
     expected = {
         "statistics of a chunk, triton": ["statistics_kernel"],
         "gradient of a chunk, triton": ["tile_gradient_kernel"],
-        "fold of the tiles, triton": ["fold_kernel"],
-        "logits at labels, triton": ["label_logit_kernel"],
+        "fold of the tiles and logits at labels, triton": ["finish_kernel"],
     }
     found = {kernel.name: kernel for kernel in kernel_cases.kernels_of(problem, 40)}
     for name, names in expected.items():

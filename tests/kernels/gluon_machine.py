@@ -261,7 +261,8 @@ def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(gluon_tiles, name, value)
-    for name in ("WARPGROUPS", "ROWS", "BLOCK_T", "BLOCK_C", "BLOCK_H", "HALF_C", "STAGES", "GROUP", "REGISTERS"):
+    sizes = ("WARPGROUPS", "ROWS", "BLOCK_T", "BLOCK_C", "BLOCK_H", "HALF_C", "GROUP", "REGISTERS")
+    for name in (*sizes, "STATISTICS_STAGES", "GRADIENT_STAGES"):
         monkeypatch.setattr(gluon_tiles, name, Number(getattr(gluon_tiles, name).value))
 
 

@@ -23,9 +23,9 @@ OPTIONS = [("bf16", "identity", False), ("fp16", "softcap", True)]  # the least 
 def compiled(kernel, dtype, transform, everything):
     """``everything``: bias, class weights and label smoothing too."""
     blocks = {
-        "hidden_desc": (CONFIG.block_t, CONFIG.block_h),
-        "weight_desc": (CONFIG.block_c, CONFIG.block_h),
-        "out_desc": (CONFIG.block_t, CONFIG.block_c // 2),
+        "hidden_desc": f"{CONFIG.block_t},{CONFIG.block_h}]",
+        "weight_desc": f"{CONFIG.block_c},{CONFIG.block_h}]",
+        "out_desc": f"{CONFIG.block_t},{CONFIG.block_c // 2}]",
     }
     meta = CONFIG.meta()
     options = {name: meta.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
@@ -36,16 +36,20 @@ def compiled(kernel, dtype, transform, everything):
 def compiled_gluon(kernel, dtype, transform, everything):
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from loongforge.kernels import gluon_tiles
+    from loongforge.kernels import gluon_tiles as tiles
 
-    blocks = {"hidden_desc": (64, 64), "weight_desc": (256, 64), "out_desc": (64, 128)}
-    layout = f",{gluon_tiles.SHARED.value!r}"
-    signature, constants = signature_of(kernel, dtype, transform, everything, blocks, {}, layout)
+    depth, operand = tiles.BLOCK_H.value, tiles.OPERAND.value
+    blocks = {
+        "hidden_desc": f"{tiles.ROWS.value},{depth}],{operand!r}",
+        "weight_desc": f"{tiles.BLOCK_C.value},{depth}],{operand!r}",
+        "out_desc": f"{tiles.ROWS.value},{tiles.HALF_C.value}],{tiles.STAGING.value!r}",
+    }
+    signature, constants = signature_of(kernel, dtype, transform, everything, blocks, {})
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return triton.compile(GluonASTSource(kernel, signature, constants), target=TARGETS["sm_90"], options=options)
 
 
-def signature_of(kernel, dtype, transform, everything, blocks, meta, layout=""):
+def signature_of(kernel, dtype, transform, everything, blocks, meta):
     constants = meta | {"TRANSFORM": TRANSFORMS[transform], "WEIGHTED_SUM": everything}
     if not everything:
         constants |= {"bias_ptr": None, "class_weight_ptr": None, "uniform_ptr": None}
@@ -55,7 +59,7 @@ def signature_of(kernel, dtype, transform, everything, blocks, meta, layout=""):
         if name in constants:
             signature[name] = "constexpr"
         elif name in blocks:
-            signature[name] = f"tensordesc<{dtype}[{blocks[name][0]},{blocks[name][1]}]{layout}>"
+            signature[name] = f"tensordesc<{dtype}[{blocks[name]}>"
         elif name.endswith("_bits"):
             signature[name] = "i64"
         else:
