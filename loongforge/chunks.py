@@ -118,25 +118,23 @@ def backward(
     weight_grad: WeightGrad | None,
     needs_bias: bool,
     scale: torch.Tensor | None = None,
-    overwrite_kept: bool = True,
 ) -> torch.Tensor | None:
     """Gradients of the sum over tokens that ``coefficients`` stand for; returns grad_bias [V] where it is asked for.
 
-    ``kept`` is overwritten unless told otherwise, which copies it chunk by chunk.  ``scale`` (a device scalar) says
-    that the coefficients were multiplied by it, so that float16 logit gradients neither underflow nor overflow; it is
-    divided out of each product in float32.
+    ``kept`` is overwritten.  ``scale`` (a device scalar) says that the coefficients were multiplied by it, so that
+    float16 logit gradients neither underflow nor overflow; it is divided out of each product in float32.
     ``take_grad_hidden`` gets grad_hidden [T, H] once, before the last product of the weight gradient, in the
     statistics' dtype, or in hidden's where one product gives it whole and ``fp32_grad_hidden`` does not ask otherwise.
     """
     kept_rows = 0 if kept is None else kept.shape[1]
     num_recomputed = len(head.plan.backward_chunks(kept_rows))
-    kept_ranges = head.kept_ranges(kept_rows) if overwrite_kept else head.plan.pieces(kept_rows)
+    kept_ranges = head.kept_ranges(kept_rows)
     grad_hidden = grad_bias = None
     if take_grad_hidden is not None:
         grad_hidden = _HiddenGrad(head, len(kept_ranges) + num_recomputed, scale, take_grad_hidden)
     if needs_bias and head.bias_V is not None:
         grad_bias = head.bias_V.new_zeros(head.bias_V.shape, dtype=head.statistics_dtype)
-    for logits_TC, start, stop in _gradients_of_logits(head, coefficients, kept, kept_ranges, overwrite_kept):
+    for logits_TC, start, stop in _gradients_of_logits(head, coefficients, kept, kept_ranges):
         logits_TC = logits_TC.to(head.tokens.dtype)  # the products take operands of one dtype
         if grad_hidden is not None:
             grad_hidden.add(logits_TC, head.weight_rows(start, stop))
@@ -155,23 +153,16 @@ def _gradients_of_logits(
     coefficients: RowCoefficients,
     kept: torch.Tensor | None,
     kept_ranges: list[tuple[int, int]],
-    overwrite_kept: bool,
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Chunk by chunk the gradient of the logits [T, stop - start] and its rows, each valid until the next."""
     kept_rows = 0 if kept is None else kept.shape[1]
-    if kept is not None and overwrite_kept:
+    if kept is not None:
         _to_gradient(head, kept, 0, kept_rows, coefficients)
         for start, stop in kept_ranges:
             yield kept[:, start:stop], start, stop
-    copied_rows = 0 if overwrite_kept else kept_rows
-    in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows and not copied_rows
+    in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
     dtype = head.tokens.dtype if in_tiles else head.logits_dtype
-    buffer = _Buffer(head, head.plan.backward_width, max(copied_rows, head.plan.vocab_rows - kept_rows), dtype)
-    for start, stop in kept_ranges if copied_rows else ():
-        assert kept is not None
-        logits_TC = buffer.chunk(stop - start).copy_(kept[:, start:stop])
-        _to_gradient(head, logits_TC, start, stop, coefficients)
-        yield logits_TC, start, stop
+    buffer = _Buffer(head, head.plan.backward_width, head.plan.vocab_rows - kept_rows, dtype)
     for start, stop in head.plan.backward_chunks(kept_rows):
         if head.tiles is not None and start >= head.plan.kept_rows:
             logits_TC = buffer.chunk(stop - start, head.tokens.dtype)

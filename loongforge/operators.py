@@ -3,8 +3,9 @@
 Dynamo traces :func:`loongforge.linear_cross_entropy` as far as :func:`losses` (and the outputs as far as
 :func:`loongforge.outputs.common.per_token`) and puts one operator into its graph, the backward of which is a second
 one.  Inside they are the eager code.  Three things differ from it: kept logits are an output, so their number is fixed
-when the graph is made (the budget is each call's own, not the process's); backward leaves them as they are, for a
-backward that runs twice; gradients are not computed in forward.
+when the graph is made (the budget is each call's own, not the process's); backward overwrites a copy of them, for a
+backward that runs twice (inductor makes it in their own place, since nobody reads them again); gradients are not
+computed in forward.
 """
 
 from __future__ import annotations
@@ -70,9 +71,8 @@ class Computation:
         kept: torch.Tensor | None,
         needs: Sequence[bool],
         call: Call,
-        overwrite_kept: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of hidden, weight and bias, for upstream gradients of the values, of which one at least is there."""
+        """Of hidden, weight and bias, for upstream gradients of the values, one at least; ``kept`` is overwritten."""
         raise NotImplementedError
 
     def like(self, operands: Sequence[Any], wide: torch.dtype) -> Computed:
@@ -116,12 +116,12 @@ class Operators:
         self.forward.register_fake(self._forward_fake)
         if computation.SAVED:
             grads = [f"Tensor? grad_{value}" for value in computation.VALUES]
-            saved = [f"Tensor {value}" for value in (*computation.SAVED, "kept")]
+            saved = [*(f"Tensor {value}" for value in computation.SAVED), "Tensor(a!) kept"]
             schema = f"({operands}, {', '.join([*grads, *saved])}, str settings, ScalarType dtype, bool[] needs)"
             self.gradients = torch.library.custom_op(
                 f"loongforge::{name}_gradients",
                 self._gradients,
-                mutates_args=(),
+                mutates_args=("kept",),
                 schema=schema + " -> (Tensor, Tensor, Tensor)",
             )
             self.gradients.register_fake(self._gradients_fake)
@@ -189,7 +189,7 @@ class Operators:
         computation, call = self._prepared(operands, text, dtype, kept.shape[1])
         kept_logits = kept if kept.shape[1] else None
         with torch.autocast(kept.device.type, enabled=False):
-            found = computation.gradients(grads, operands, saved, kept_logits, needs, call, overwrite_kept=False)
+            found = computation.gradients(grads, operands, saved, kept_logits, needs, call)
         return tuple(_or_empty(found, kept))
 
     def _gradients_fake(self, *inputs):
@@ -211,11 +211,11 @@ class Operators:
         grads = grads[: self._num_values]
         refuse_batched_gradients(grads)
         tensors = ctx.saved_tensors
-        operands, saved = tensors[: self._num_operands], tensors[self._num_operands :]
+        operands, (*saved, kept) = tensors[: self._num_operands], tensors[self._num_operands :]
         needs = list(ctx.needs_input_grad[:3])
         found = [None] * 3
         if any(grad is not None for grad in grads):
-            found = self.gradients(*operands, *grads, *saved, ctx.text, ctx.dtype, needs)
+            found = self.gradients(*operands, *grads, *saved, kept.clone(), ctx.text, ctx.dtype, needs)
         found = [grad if needed else None for grad, needed in zip(found, needs, strict=True)]
         return *found, *[None] * self._num_operands  # three operands, and three settings in place of them
 
@@ -286,9 +286,9 @@ class Loss(Computation):
         result = per_token.losses(hidden, weight, bias, target_T, class_weight, base_weight, call, keep)
         return Computed([result.loss_T], [result.max_T, result.sum_exp_T], result.kept)
 
-    def gradients(self, grads, operands, saved, kept, needs, call, overwrite_kept):
+    def gradients(self, grads, operands, saved, kept, needs, call):
         labels = Labels.of(operands[3], call)
-        return per_token.gradients(*grads, operands, *saved, labels, kept, needs, call, overwrite_kept)
+        return per_token.gradients(*grads, operands, *saved, labels, kept, needs, call)
 
     def like(self, operands, wide) -> Computed:
         loss, *saved = (torch.empty_like(operands[3], dtype=wide) for _ in range(3))

@@ -61,7 +61,6 @@ def gradients(
     kept: torch.Tensor | None,
     needs: Sequence[bool],
     call: Call,
-    overwrite_kept: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Backward: gradients of hidden, weight and bias where ``needs`` says so.
 
@@ -70,7 +69,7 @@ def gradients(
     *_, target_T, class_weight, _ = operands
     grad_loss_T = labels.mark_(grad_loss_T.to(max_T.dtype, copy=True))
     coefficients = formula_of(target_T, class_weight, call).coefficients(grad_loss_T, max_T, sum_exp_T)
-    return products(coefficients, operands, sum_exp_T, kept, needs, call, overwrite_kept)
+    return products(coefficients, operands, sum_exp_T, kept, needs, call)
 
 
 def products(
@@ -80,7 +79,6 @@ def products(
     kept: torch.Tensor | None,
     needs: Sequence[bool],
     call: Call,
-    overwrite_kept: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """:func:`gradients` of what ``coefficients`` stand for."""
     hidden, weight, bias, target_T, class_weight, base_weight = operands
@@ -93,7 +91,7 @@ def products(
         weight_grad = _open_weight_grad(weight, call) if needs_weight else None
         reduction = GradHiddenReduction(hidden, call.parallel, call.options.fp32_grad_hidden) if needs_hidden else None
         take = reduction.start if reduction else None
-        grad_bias = chunks.backward(head, coefficients, kept, take, weight_grad, needs_bias, scale, overwrite_kept)
+        grad_bias = chunks.backward(head, coefficients, kept, take, weight_grad, needs_bias, scale)
         grad_hidden = reduction.wait() if reduction else None
         grad_weight = _close_weight_grad(weight_grad, call) if weight_grad is not None else None
         grad_bias = _with_padded_rows(grad_bias, bias) if grad_bias is not None else None

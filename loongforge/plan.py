@@ -52,10 +52,6 @@ class ChunkPlan:
         lost = _ranges(kept_rows, self.kept_rows, self.backward_width)
         return [*lost, *_ranges(max(kept_rows, self.kept_rows), self.vocab_rows, self.backward_width)]
 
-    def pieces(self, kept_rows: int) -> list[tuple[int, int]]:
-        """Row ranges of kept logits that are worked on one after the other."""
-        return list(_ranges(0, kept_rows, self.backward_width))
-
     @property
     def unfused_bytes(self) -> int:
         """One copy of the logits, which unfused training holds several times."""

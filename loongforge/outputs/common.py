@@ -86,7 +86,7 @@ class _PerToken(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None
         logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[2:5]
         with torch.autocast(operands[0].device.type, enabled=False):
-            found = ctx.computation.gradients(grads, operands, saved, logits, needs, ctx.call, overwrite_kept=True)
+            found = ctx.computation.gradients(grads, operands, saved, logits, needs, ctx.call)
         return None, None, *found, *[None] * (num_operands - 3)
 
 

@@ -132,7 +132,7 @@ class _LogProbsPerToken(Computation):
         stats = replace(stats, relative_sum_T=relative_T, argmax_T=argmax_T)
         return (stats if call.parallel.size == 1 else _over_ranks(stats, call)), kept
 
-    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+    def gradients(self, grads, operands, saved, kept, needs, call: Call):
         grad_logprob_T, grad_log_sum_exp_T, grad_entropy_T, _ = grads
         hidden, weight, bias, target_T = operands
         max_T, sum_exp_T, mean_T = saved
@@ -147,7 +147,7 @@ class _LogProbsPerToken(Computation):
         softmax_over_sum_T = over_sum(labels.mark_(softmax_T), sum_exp_T)
         coefficients = RowCoefficients(max_T, softmax_over_sum_T, onehot_T, None, relative_over_sum_T)
         operands = (hidden, weight, bias, target_T, None, None)
-        return products(coefficients, operands, sum_exp_T, kept, needs, call, overwrite_kept)
+        return products(coefficients, operands, sum_exp_T, kept, needs, call)
 
     def like(self, operands, wide: torch.dtype) -> Computed:
         target_T = operands[3]

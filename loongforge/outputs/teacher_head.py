@@ -152,7 +152,7 @@ class DivergenceFromHead(Computation):
         divergence_T = gap_T + (log_ratio_T if self.is_reverse else -log_ratio_T)
         return Computed([divergence_T.masked_fill_(ignored_T, 0.0)], (*student, *teacher_stats, gap_T), kept)
 
-    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+    def gradients(self, grads, operands, saved, kept, needs, call: Call):
         hidden, weight, bias, ignored_T, *_ = operands
         max_T, sum_exp_T, teacher_max_T, teacher_sum_exp_T, gap_T = saved
         grad_T = grads[0].to(max_T.dtype).masked_fill(ignored_T, 0.0)
@@ -166,7 +166,7 @@ class DivergenceFromHead(Computation):
         rows = _BesideTeacher(call.kernels, teacher, self.is_reverse, teacher_max_T, teacher_sum_exp_T)
         student = (hidden, weight, bias, _no_label(hidden), None, None)
         call = replace(call, kernels=rows)
-        grads = products(coefficients, student, sum_exp_T, kept, needs, call, overwrite_kept)
+        grads = products(coefficients, student, sum_exp_T, kept, needs, call)
         teacher.tokens.wait()
         return grads
 

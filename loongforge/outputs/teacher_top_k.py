@@ -197,7 +197,7 @@ class DivergenceFromTopK(Computation):
         saved = (unit_TK, unit_rest_T, base(student.rest.max_T), student.rest.sum_exp_T, teacher.bad_T)
         return Computed([divergence_T], saved, kept)
 
-    def gradients(self, grads, operands, saved, kept, needs, call: Call, overwrite_kept: bool):
+    def gradients(self, grads, operands, saved, kept, needs, call: Call):
         hidden, weight, bias, ignored_T, _, ids_TK = operands
         unit_TK, unit_rest_T, max_T, sum_exp_T, bad_T = saved
         labels = Labels(ignored_T, bad_T & ~ignored_T)
@@ -207,7 +207,7 @@ class DivergenceFromTopK(Computation):
         rows = _Apart(call.kernels, _local(ids_TK, call), unit_TK / _HEADROOM)
         student = (hidden, weight, bias, torch.full_like(ids_TK[:, 0], -1), None, None)
         call = replace(call, kernels=rows)
-        return products(coefficients, student, sum_exp_T, kept, needs, call, overwrite_kept)
+        return products(coefficients, student, sum_exp_T, kept, needs, call)
 
     def like(self, operands, wide: torch.dtype) -> Computed:
         ignored_T, ids_TK = operands[3], operands[5]

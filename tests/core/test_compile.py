@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from loongforge import LinearCrossEntropy, LossOptions, cross_entropy, linear_cross_entropy, operators
 from loongforge import plan as planning
-from tests.helpers import make_inputs, oracle, record_allocations, relative, upstream
+from tests.helpers import make_inputs, oracle, relative, upstream
 
 VOCAB, HIDDEN = 101, 24
 CASES = {
@@ -137,7 +137,7 @@ def test_an_adapter():
 
 @pytest.mark.parametrize("budget", (0, "all"))
 def test_backward_twice(budget):
-    """Kept logits are an output of the operator: a first backward leaves them as they are."""
+    """Kept logits are an output of the operator: what a first backward overwrites is a copy."""
     inputs = tokens_of(30)
     saved = torch.ops.loongforge.loss(
         *inputs.tensors, inputs.target, None, None, *_settings(LossOptions()), VOCAB if budget == "all" else 0
@@ -146,25 +146,6 @@ def test_backward_twice(budget):
     first = torch.autograd.grad(saved[0].sum(), inputs.tensors, retain_graph=True)
     second = torch.autograd.grad(saved[0].sum(), inputs.tensors)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and torch.equal(saved[3], before)
-
-
-@pytest.mark.parametrize("budget", (4, "all"))
-def test_backward_holds_one_copied_chunk_more_than_eager_code(budget, monkeypatch):
-    """Of kept logits that it may not overwrite; the chunks that are recomputed use the same memory."""
-    for name in ("matmul.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
-        monkeypatch.setattr(f"loongforge.{name}", 1 << 15)
-    inputs = make_inputs(250, 32, 8000).leaves()
-
-    def run():
-        loss = linear_cross_entropy(*inputs.tensors, inputs.target, reduction="none", logits_budget_mb=budget)
-        loss.backward(torch.ones_like(loss))
-        inputs.hidden.grad = inputs.weight.grad = None
-
-    compiled = torch.compile(run, backend="aot_eager")
-    compiled()
-    chunk = 4 * 250 * planning.GENERIC_VOCAB_SPLIT_SIZE
-    bound = record_allocations(run).peak + (chunk if budget == "all" else 0)
-    assert record_allocations(compiled).peak <= bound + 0.1 * chunk
 
 
 def _settings(options, dtype=torch.float32):
@@ -242,7 +223,7 @@ def test_no_graph_reduces_booleans():
     inputs, seen = tokens_of(30), []
 
     def record(graph, _):
-        seen.extend(str(node.target) for node in graph.graph.nodes)
+        seen.extend(str(name) for node in graph.graph.nodes for name in (node.target, *node.args))
         return make_boxed_func(graph.forward)
 
     weights = {"class_weight": torch.rand(VOCAB), "token_weight": torch.rand(30)}

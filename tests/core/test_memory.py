@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 
 import pytest
 import torch
@@ -278,3 +279,31 @@ def test_plan_of_nothing(kept):
     for tokens, rows in ((0, 5), (5, 0), (0, 0)):
         plan = plan_chunks("generic", tokens, 8, rows, 4, kept)
         assert plan.peak_bytes >= 0 and plan.kept_bytes == 0 and plan.explain()
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs g++; tests/core/test_compile.py runs its graphs"
+)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("budget", (2, "all"))
+def test_compiled_code_takes_no_more_memory_than_eager_code(budget, dtype, monkeypatch):
+    """Kept logits become their gradient in place, with static sizes and with dynamic ones."""
+    for name in ("matmul.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
+        monkeypatch.setattr(f"loongforge.{name}", 1 << 15)
+    torch.compiler.reset()
+
+    def step(hidden, weight, target):
+        return linear_cross_entropy(hidden, weight, target, reduction="none", logits_budget_mb=budget)
+
+    compiled = torch.compile(step, fullgraph=True)
+    for tokens in (250, 300):
+        inputs, peaks = make_inputs(tokens, 32, 8000, dtype).leaves(), []
+        for function in (compiled, compiled, step):
+
+            def run(function=function, inputs=inputs):
+                loss = function(*inputs.tensors, inputs.target)
+                loss.backward(torch.ones_like(loss))
+                inputs.hidden.grad = inputs.weight.grad = None
+
+            peaks.append(record_allocations(run).peak)
+        assert peaks[1] <= 1.01 * peaks[2], peaks
