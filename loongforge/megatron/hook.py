@@ -1,7 +1,7 @@
 """``cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"`` for released megatron-core.
 
 While a model's labelled forward runs, its output layer's ``forward`` returns :class:`DeferredLogits`, and
-``compute_language_model_loss`` turns that into the loss.  No code of Megatron is copied: five functions are wrapped,
+``compute_language_model_loss`` turns that into the loss.  No code of Megatron is copied: these functions are wrapped,
 and each does what it did before unless the two flags ask for the fused loss.
 
     LanguageModule.__init__                     refuses models whose loss path is not known
@@ -10,6 +10,7 @@ and each does what it did before unless the two flags ask for the fused loss.
         ._postprocess (Hybrid, Mamba: forward)  marks the output layer while a labelled forward runs
     ColumnParallelLinear.forward                defers where the layer is marked
     LanguageModule.compute_language_model_loss  fuses what was deferred
+    the data-parallel wrappers' __init__        refuses what came after the model was built (see wrapping.py)
 
 Branches of Megatron with a ``linear`` of their own call the output layer for its loss: there that method is replaced.
 """
@@ -30,9 +31,10 @@ import torch
 from loongforge.megatron import support
 from loongforge.megatron.arguments import IMPL, allow_linear, linear_enabled
 from loongforge.megatron.deferred import DeferredLogits, HeadCall, Usage, head_loss
-from loongforge.megatron.deterministic import allow_in_deterministic_mode
 from loongforge.megatron.patches import Patches
+from loongforge.megatron.validation import hook_validation
 from loongforge.megatron.versions import check_supported, megatron_version
+from loongforge.megatron.wrapping import guard_wrappers
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +81,9 @@ def install(models: Sequence[type] = ()) -> HookReport:
         check_supported(version)
         installed = _Installed(version, Patches(), [])
         allow_linear(installed.patches)
-        allow_in_deterministic_mode(installed.patches)
+        hook_validation(installed.patches)
         _wrap_shared_classes(installed)
+        guard_wrappers(installed.patches)
         for model in _model_classes():
             _wrap_model(installed, model)
         _installed = installed

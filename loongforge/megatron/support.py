@@ -60,10 +60,7 @@ def check_weight(layer: Any, weight: Any) -> torch.Tensor:
     if weight is None:
         raise RuntimeError("the output layer has no weight of its own and none was passed to its forward")
     if hasattr(weight, "__fsdp_param__"):
-        raise _refused(
-            "Megatron-FSDP (it decides when the weight is released, and the loss comes after the layer's forward)",
-            "use the distributed optimizer instead",
-        )
+        raise megatron_fsdp_refused()
     tp_size = layer.output_size // layer.output_size_per_partition
     expected = (layer.output_size_per_partition, layer.input_size)
     if tuple(weight.shape) != expected:
@@ -115,6 +112,14 @@ def check_model_class(model: torch.nn.Module, known: tuple[type, ...]) -> None:
             "if its forward calls output_layer and then compute_language_model_loss, name it in "
             "loongforge.megatron.install(models=[...]); or set cross_entropy_fusion_impl='native'",
         )
+
+
+def megatron_fsdp_refused() -> NotImplementedError:
+    """The error for Megatron-FSDP, wherever it is met first."""
+    return _refused(
+        "Megatron-FSDP (it decides when the weight is released, and the loss comes after the layer's forward)",
+        "use the distributed optimizer instead of --use-megatron-fsdp",
+    )
 
 
 def _refused(what: str, instead: str) -> NotImplementedError:

@@ -1,4 +1,4 @@
-"""``--deterministic-mode``: Megatron's own checks let ``linear`` through while hooked, and nothing else."""
+"""Megatron's own checks while hooked: ``linear`` in ``--deterministic-mode`` passes and nothing else does."""
 
 from __future__ import annotations
 
@@ -19,24 +19,31 @@ import loongforge.megatron
 from loongforge.megatron import cpu
 cpu.apply()
 loongforge.megatron.install()
+from loongforge.megatron import wrapping
+for module, name in wrapping.MEGATRON_FSDP + wrapping.CHECKED:
+    print(name, "->", vars(getattr(sys.modules[module], name))["__init__"].__wrapped__.__qualname__)
 from megatron.training import arguments, initialize
 
-def attempt(case, impl="linear", algorithm="Ring"):
+def attempt(case, impl="linear", algorithm="Ring", **settings):
     os.environ["NCCL_ALGO"] = algorithm
     torch.use_deterministic_algorithms(False)
     args = arguments.parse_args(ignore_unknown_args=True)
     args.cross_entropy_fusion_impl, args.use_flash_attn = impl, False
+    vars(args).update(settings)
     validate = getattr(initialize, "validate_args", None) or arguments.validate_args  # 0.17 has it by name there
     try:
         validate(args, {})
-    except AssertionError as error:
-        print(case, "refused:", str(error).lower())
+    except (AssertionError, NotImplementedError) as error:
+        print(f"{case} -> refused:", *str(error).lower().split())
     else:
-        print(case, "passed", args.cross_entropy_loss_fusion, torch.are_deterministic_algorithms_enabled())
+        print(f"{case} -> passed", args.cross_entropy_loss_fusion, torch.are_deterministic_algorithms_enabled())
 
 attempt("linear")
 attempt("native", impl="native")
 attempt("algorithm", algorithm="NVLS")
+attempt("fsdp", use_megatron_fsdp=True)
+attempt("plain fsdp", use_megatron_fsdp=True, deterministic_mode=False)
+attempt("native fsdp", "native", use_megatron_fsdp=True, deterministic_mode=False)
 loongforge.megatron.uninstall()
 attempt("unhooked")
 loongforge.megatron.install()
@@ -56,8 +63,13 @@ def test_linear_passes_and_every_other_requirement_stays(version, request):
     variables = {**environment(version), "RANK": "0", "WORLD_SIZE": "1"}
     result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
-    for case in ("linear", "hooked late"):
-        assert f"{case} passed True True" in result.stdout, result.stdout
+    found = dict(line.split(" -> ", 1) for line in result.stdout.splitlines() if " -> " in line)
+    assert found["linear"] == found["hooked late"] == "passed True True"
     fusion = "cross_entropy_loss_fusion=false" if version == "0.19.2" else "cross entropy fusion is currently not"
-    for case, reason in (("native", fusion), ("unhooked", fusion), ("algorithm", "nccl_algo")):
-        assert f"{case} refused: " in result.stdout and reason in result.stdout.split(f"{case} refused: ")[1], case
+    fsdp = "cross_entropy_fusion_impl='linear' does not support megatron-fsdp"
+    refused = {"native": fusion, "unhooked": fusion, "algorithm": "nccl_algo", "fsdp": fsdp, "plain fsdp": fsdp}
+    for case, reason in {**refused, "native fsdp": "fsdp_dtensor"}.items():
+        assert found[case].startswith("refused: ") and reason in found[case], case
+    data_parallel = "DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel"
+    for name in (*data_parallel, "MegatronFSDP"):
+        assert found[name] == f"{name}.__init__"

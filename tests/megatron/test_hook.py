@@ -22,11 +22,15 @@ LOGITS = 32 * 2 * 512
 
 
 def hooked_functions() -> dict[str, object]:
+    from megatron.core import distributed
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    classes = (*hook._model_classes(), LanguageModule, ColumnParallelLinear)
+    wrappers = ("DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel")
+    classes = (*hook._model_classes(), LanguageModule, ColumnParallelLinear, MegatronFSDP)
+    classes += tuple(getattr(distributed, name) for name in wrappers)
     names = ("__init__", "forward", "_postprocess", "compute_language_model_loss")
     found = {f"{cls.__name__}.{name}": vars(cls).get(name) for cls in classes for name in names}
     return {**found, "choices": ModelParallelConfig.__dataclass_fields__["cross_entropy_fusion_impl"].type}
@@ -39,7 +43,7 @@ def test_install_twice_is_install_once_and_uninstall_restores_everything():
     hooked = hooked_functions()
     assert loongforge.megatron.install() == report and hooked_functions() == hooked
     changed = {name for name in before if before[name] is not hooked[name]}
-    assert len(changed) == 8 and "linear" in str(hooked["choices"]) and "linear" not in str(before["choices"])
+    assert len(changed) == 12 and "linear" in str(hooked["choices"]) and "linear" not in str(before["choices"])
     assert str(report).startswith("fused linear cross-entropy in GPTModel, ") and report.megatron_version in str(report)
     assert inspect.signature(hooked["GPTModel.__init__"]) == inspect.signature(before["GPTModel.__init__"])
     assert loongforge.megatron.is_installed()
@@ -351,14 +355,6 @@ def test_the_mxfp8_head_is_refused():
     with pytest.raises(
         NotImplementedError, match="does not support TELMHeadColumnParallelLinear.*fp8_output_proj=False"
     ):
-        model(**batch())
-
-
-@pytest.mark.usefixtures("hook")
-def test_megatron_fsdp_is_refused():
-    model = build()
-    model.output_layer.weight.__fsdp_param__ = True  # as Megatron-FSDP marks its parameters
-    with pytest.raises(NotImplementedError, match="does not support Megatron-FSDP"):
         model(**batch())
 
 

@@ -17,7 +17,7 @@ from tests.megatron.scripts import script
 
 PAGE = ROOT / "docs" / "megatron_runs.md"
 RESULTS = ROOT / "docs" / "benchmarks" / "h200-megatron"
-SHORT = {"entries": "tests/megatron/test_entries.py", "hook": "tests/megatron/test_hook.py"}
+SHORT = {name: f"tests/megatron/test_{name}.py" for name in ("entries", "hook", "wrapping")}
 
 
 def table() -> list[list[str]]:

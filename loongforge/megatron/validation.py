@@ -1,13 +1,16 @@
-"""``--deterministic-mode`` together with the fused loss.
+"""What Megatron's check of its own arguments lets through and refuses while the flags ask for ``linear``.
 
-Our loss repeats bit for bit: no atomics, sums in a fixed order.  Megatron refuses every fused loss in that mode:
+``--use-megatron-fsdp`` is refused there, before anything is built.
+
+``--deterministic-mode`` is let through.  Our loss repeats bit for bit: no atomics, sums in a fixed order.  Megatron
+refuses every fused loss in that mode:
 
     0.16 to 0.18   an assertion on the flag in ``megatron.training.arguments.validate_args``
     0.19           the flag's entry in a table that ``megatron.training.determinism.apply_determinism_to_args`` reads
 
-Where the flags ask for ``linear``, that one function runs with ``cross_entropy_loss_fusion`` out of its sight; every
-other requirement of the mode stays in force, and other implementations stay refused.  ``megatron.training`` is large
-and often not used at all, so it is not imported for this: the function is wrapped when something else imports it.
+That one function runs with ``cross_entropy_loss_fusion`` out of its sight; every other requirement of the mode stays
+in force, and other implementations stay refused.  ``megatron.training`` is large and often not used at all, so it is
+not imported for this: the function is wrapped when something else imports it.
 """
 
 from __future__ import annotations
@@ -22,17 +25,18 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from loongforge.megatron import support
 from loongforge.megatron.arguments import linear_enabled
 from loongforge.megatron.patches import Patches
 
 REFUSING = {
-    "megatron.training.arguments": "validate_args",  # nothing in it where the next one exists
+    "megatron.training.arguments": "validate_args",  # nothing of that mode in it where the next one exists
     "megatron.training.determinism": "apply_determinism_to_args",
 }
 
 
-def allow_in_deterministic_mode(patches: Patches) -> None:
-    """Wrap what refuses, now where it is loaded and otherwise as soon as it is."""
+def hook_validation(patches: Patches) -> None:
+    """Wrap Megatron's checks, now where they are loaded and otherwise as soon as they are."""
     for module_name, function_name in REFUSING.items():
         if module_name in sys.modules:
             _wrap(patches, sys.modules[module_name], function_name)
@@ -44,17 +48,20 @@ def allow_in_deterministic_mode(patches: Patches) -> None:
 def _wrap(patches: Patches, module: ModuleType, function_name: str) -> None:
     """In its module and wherever in Megatron it was imported from there by name."""
     original = inspect.unwrap(getattr(module, function_name))
-    wrapped = _without_the_flag(original, patches)
+    wrapped = _checking(original, patches)
     for name, user in list(sys.modules.items()):
         if name.startswith("megatron.training") and inspect.unwrap(vars(user).get(function_name, len)) is original:
             patches.set(user, function_name, wrapped)
 
 
-def _without_the_flag(original: Callable, patches: Patches) -> Callable:
+def _checking(original: Callable, patches: Patches) -> Callable:
     @functools.wraps(original)
     def check(args: Any, *others: Any, **named: Any) -> Any:
         # A module that imported it by name keeps it when the hook is taken off.
-        if not (patches.in_place and args.deterministic_mode and linear_enabled(args)):
+        linear = patches.in_place and linear_enabled(args)
+        if linear and getattr(args, "use_megatron_fsdp", False):
+            raise support.megatron_fsdp_refused()
+        if not linear or not args.deterministic_mode:
             return original(args, *others, **named)
         args.cross_entropy_loss_fusion = False
         try:
