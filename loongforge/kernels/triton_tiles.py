@@ -208,8 +208,8 @@ def finish_kernel(
     """What follows the tiles, in one launch: few programs that fold, beside them one per row for its label."""
     num_folds = tl.cdiv(num_tokens, ROWS)
     if tl.program_id(0) < num_folds:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        _fold_rows(row, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles, ROWS, TILES)
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        _fold_rows(rows, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles, ROWS, TILES)
     else:
         row = (tl.program_id(0) - num_folds).to(tl.int64)
         factor, softcap = _float_from_bits(factor_bits, tl.float32), _float_from_bits(softcap_bits, tl.float32)

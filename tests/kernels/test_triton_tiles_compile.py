@@ -79,6 +79,23 @@ def test_products_run_on_the_tensor_cores_within_the_registers(kernel, dtype, tr
     assert "atom" not in binary.asm["ptx"], "results must repeat bit for bit"
 
 
+@pytest.mark.parametrize("dtype, transform, everything", OPTIONS)
+@pytest.mark.parametrize("target", ("sm_90", "sm_100"))
+def test_what_follows_the_tiles(target, dtype, transform, everything):
+    kernel = triton_tiles.finish_kernel
+    signature, constants = signature_of(kernel, dtype, transform, everything, {}, triton_tiles._FINISH)
+    for name in signature.keys() & {"hidden_ptr", "weight_ptr"}:
+        signature[name] = f"*{dtype}"
+    for name in signature.keys() & {"hidden_stride", "weight_stride"}:
+        signature[name] = "i64"
+    if not everything:
+        signature["weighted_sum_ptr"], constants["weighted_sum_ptr"] = "constexpr", None
+    binary = triton.compile(ASTSource(kernel, signature, constants), target=TARGETS[target])
+    used = nvidia_resources(binary)
+    assert used["spills"] == 0 and used["registers"] <= 128, used
+    assert "atom" not in binary.asm["ptx"], "results must repeat bit for bit"
+
+
 @pytest.mark.skipif(
     not OLDEST_GLUON <= tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST_GLUON,
     reason="dispatch does not use the Gluon kernels with this Triton",
