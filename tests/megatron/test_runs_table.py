@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,40 @@ def test_the_rows_measured_on_a_gpu_are_those_of_their_json():
     made = tables.table([tables.Outcome(**row) for row in content["rows"]], content["settings"])
     assert made == (RESULTS / "compare.md").read_text()
     assert made.partition("\n\n")[0] in PAGE.read_text()
+
+
+YARDSTICKS = ("native", "unfused, half micro-batches")
+
+
+def test_quotients_of_differences_by_yardsticks_of_rounding():
+    """The graph's yardstick is the unfused run outside it."""
+    tables = script("megatron_table")
+    rows = {row["name"]: row for row in json.loads((RESULTS / "compare.json").read_text())["rows"]}
+
+    def apart(name: str, base: str) -> list[float]:
+        found = [tables.differences(rows[name][what], rows[base][what]) for what in ("losses", "grad_norms")]
+        return [number for one in found for number in (max(one[:10]), statistics.median(one), max(one))]
+
+    for name, row in rows.items():
+        if ", linear" not in name:
+            continue
+        layers = name.partition(", ")[0]
+        others = [apart(f"{layers}, {loss}", row["base"]) for loss in YARDSTICKS if f"{layers}, {loss}" in rows]
+        bounds = [max(numbers) for numbers in zip(*others or [apart(row["base"], "te, unfused")], strict=True)]
+        (line,) = re.findall(rf"^\| {name} \|((?: [\d.]+ \|){{6}})$", PAGE.read_text(), re.MULTILINE)
+        for cell, number, bound in zip(line.strip(" |").split(" | "), apart(name, row["base"]), bounds, strict=True):
+            assert float(cell) == pytest.approx(number / bound, abs=0.0051), name
+
+
+def test_the_yardsticks_of_the_long_run_are_those_of_their_json():
+    content = json.loads((RESULTS / "rounding.json").read_text())
+    training = script("compare_training")
+    runs = {result["variant"]: result for result in content["runs"]}
+    assert runs["again"]["losses"] == runs["unfused"]["losses"]
+    plain = training.final_validation(runs["unfused"])
+    for variant in ("fused", *training.YARDSTICKS):
+        loss, cosine = training.final_validation(runs[variant]), content["cosines"][training.pair_name(variant, 1)]
+        assert f"| {variant} | {loss:.4f} | {loss - plain:+.4f} | {cosine:.3f} |\n" in PAGE.read_text(), variant
 
 
 def test_the_long_run_in_the_page_is_that_of_its_json(capsys):
