@@ -80,6 +80,22 @@ def test_options_and_outputs():
         assert float(time) == pytest.approx(results[f"top_k {k}", 0]["step_ms"], abs=0.051)
 
 
+def test_errors_of_divergences_are_those_of_unfused_code():
+    largest = {}
+    for result in record_of("options.json")["results"]:
+        if result["name"].startswith("distillation"):
+            ours, unfused = (f"{max(result[what].values()):.1e}" for what in ("errors", "unfused_errors"))
+            assert largest.setdefault(result["name"], ours) == ours == unfused, result["name"]
+    head, forward, reverse = re.search(
+        r"same data: (\S+) from a head, and from 64 classes (\S+) forward and (\S+) reverse",
+        text_of(ROOT / "docs/outputs.md"),
+    ).groups()
+    told = {"forward head": head, "reverse head": head, "forward top 64": forward, "reverse top 64": reverse}
+    assert {name: float(error) for name, error in largest.items()} == {
+        f"distillation {name}": float(error) for name, error in told.items()
+    }
+
+
 @pytest.mark.parametrize("name, report", (("sft", sft.report), ("options", options.report)))
 def test_tables_are_those_of_the_data(name, report):
     record = record_of(f"{name}.json")
