@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from loongforge.bench.contenders import PEERS
@@ -157,16 +158,22 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
 
 
 def heading(environment: dict[str, Any]) -> str:
-    """What everything was measured with, in two lines."""
-    facts = ", ".join(f"{key} {value}" for key, value in environment.items() if key != "versions")
-    return facts + "\n" + ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    """What everything was measured with, in two lines; what differs for shapes of an earlier run stands over theirs."""
+    facts = {key: value for key, value in environment.items() if key not in ("versions", "earlier")}
+    return f"{_listed(facts)}\n{_listed(environment['versions'])}"
 
 
-def tables(by_shape: dict[str, list[Result]]) -> str:
-    """Table and duels of every shape."""
-    return "\n\n".join(
-        "\n".join([table(parse_shape(name), results), *duels(results)]) for name, results in by_shape.items()
-    )
+def _listed(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def tables(by_shape: dict[str, list[Result]], earlier: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> str:
+    """Table and duels of every shape; ``earlier`` has what differs for a shape whose rows are all of an earlier run."""
+    texts = []
+    for name, results in by_shape.items():
+        lines = [f"{name} is of an earlier run: {_listed(earlier[name])}"] if name in earlier else []
+        texts.append("\n".join([*lines, table(parse_shape(name), results), *duels(results)]))
+    return "\n\n".join(texts)
 
 
 def write(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
@@ -181,11 +188,15 @@ def write_text(folder: Path, environment: dict[str, Any], text: str) -> None:
 
 
 def redraw(path: Path) -> None:
-    """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it."""
+    """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it.
+
+    ``earlier`` in its environment maps shapes whose rows come from an earlier run to what differs there.
+    """
     by_shape: dict[str, list[Result]] = {}
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         environment, device = recorded["environment"], recorded["environment"]["device"]
+        earlier = environment.get("earlier", {})
         for line in recorded["results"]:
             values: dict[str, Any] = {
                 key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value
@@ -196,6 +207,7 @@ def redraw(path: Path) -> None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UsageError(f"{path} is not a results.json of the comparison: {type(error).__name__}: {error}") from error
     require_folder(path.parent)
-    write_text(path.parent, environment, tables(by_shape))
+    write_text(path.parent, environment, tables(by_shape, earlier))
     for name, results in by_shape.items():
-        draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)
+        source = f"{device}, earlier run" if name in earlier else device
+        draw(path.with_name(f"{name}.png"), parse_shape(name), results, source)

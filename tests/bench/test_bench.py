@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from loongforge import cli
-from loongforge.bench import kernels, memory, options, sft, tensor_parallel
+from loongforge.bench import kernels, memory, options, report, sft, tensor_parallel
 from loongforge.bench import run as bench_run
 from loongforge.bench.contenders import PEERS, Contender, ours
 from loongforge.bench.measure import Problem, Result, make_problem, measure
@@ -225,6 +225,23 @@ def test_the_command_measures_and_draws(tmp_path, capsys):
     (tmp_path / "results.json").write_text("[]")
     assert cli.main(["bench", "--redraw", str(tmp_path / "results.json")]) == 2
     assert "is not a results.json" in capsys.readouterr().err
+
+
+def test_a_record_of_two_runs_says_which_shape_is_of_the_earlier(tmp_path, monkeypatch):
+    titles = {}
+    monkeypatch.setattr(report, "draw", lambda path, shape, results, source: titles.update({path.stem: source}))
+    environment = {"device": "GPU", "command": "now", "versions": {"torch": "2"}}
+    earlier = {"16x4x8": {"kernels": "others", "command": "before"}}
+    results = [
+        Result(name, "loongforge token 0", True, True, 0, status="failed: why not") for name in ("8x4x2", "16x4x8")
+    ]
+    write_json(tmp_path / "results.json", environment | {"earlier": earlier}, results)
+    report.redraw(tmp_path / "results.json")
+    assert titles == {"8x4x2": "GPU", "16x4x8": "GPU, earlier run"}
+    top, *tables = (tmp_path / "table.txt").read_text().split("\n\n")
+    assert top == "device GPU, command now\ntorch 2"
+    assert tables[0].startswith("8x4x2: ") and "earlier" not in tables[0]
+    assert tables[1].startswith("16x4x8 is of an earlier run: kernels others, command before\n16x4x8: ")
 
 
 @pytest.mark.parametrize(
