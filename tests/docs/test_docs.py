@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 from dataclasses import MISSING, fields
@@ -145,120 +143,6 @@ def test_extras_are_those_of_setup():
     assert {"triton", "dev", "all"} <= extras
     for name in READMES:
         assert extras <= {cells[0].strip("`") for cells in rows(text_of(ROOT / name))}
-
-
-HEADLINE = ("loongforge token 0", "loongforge token all", "megatron native fused", "megatron unfused", "torch.compile")
-
-
-@pytest.mark.parametrize("name", READMES)
-def test_headline_is_what_was_measured(name):
-    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
-    results = {(result["shape"], result["name"]): result for result in measured}
-    (headline,) = re.findall(r"<!-- headline:.*?-->\n(.*?)<!-- /headline -->", text_of(ROOT / name), re.DOTALL)
-    floors = re.findall(r"([0-9.]+) ms", headline)
-    assert len(rows(headline)) == len(HEADLINE)
-    for column, shape in enumerate(("llama3-8b", "dsv3")):
-        floor = statistics.median(result["floor_ms"] for (one, _), result in results.items() if one == shape)
-        assert float(floors[column]) == pytest.approx(floor, abs=0.051), "that of table.txt"
-        for cells, contender in zip(rows(headline), HEADLINE, strict=True):
-            result = results[shape, contender]
-            ratio, peak = map(float, re.findall(r"[0-9.]+", cells[2 + column]))
-            error = re.findall(r"\de-\d+", cells[4])[column]
-            assert ratio == pytest.approx(result["ratio"], abs=0.006), contender
-            assert peak == pytest.approx(result["peak_mib"], abs=0.6), contender
-            assert float(error) == float(f"{result['errors']['loss']:.0e}"), contender
-
-
-def test_tuning_guide_is_what_was_measured():
-    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
-    results = {(result["shape"], result["name"]): result for result in measured}
-    text = text_of(ROOT / "docs/tuning.md")
-    figures = [cells[1:] for cells in rows(text) if len(cells) == 3 and re.fullmatch(r"\d\.\d\d", cells[1])]
-    contenders = ("loongforge token 0", "loongforge token 1002", "loongforge token all", "megatron native fused")
-    for (ratio, peak), contender in zip(figures, contenders, strict=True):
-        assert float(ratio) == pytest.approx(results["llama3-8b", contender]["ratio"], abs=0.006), contender
-        assert float(peak) == pytest.approx(results["llama3-8b", contender]["peak_mib"], abs=0.6), contender
-    ((nothing, everything),) = re.findall(r"at (\d\.\d\d) and (\d\.\d\d) times the matrix products", text)
-    for ratio, budget in ((nothing, "0"), (everything, "all")):
-        shard = results["dsv3-tp8", f"loongforge token {budget}"]
-        assert float(ratio) == pytest.approx(shard["ratio"], abs=0.006) and shard["peak_mib"] < 952
-
-
-PERFORMANCE = {
-    "llama3-8b": (
-        ("loongforge token 0",),
-        ("loongforge token 1002",),
-        ("loongforge token all",),
-        ("megatron unfused", "megatron native fused"),
-        ("torch eager fp32 loss", "torch.compile"),
-        ("liger triton", "liger triton fp32 acc", "liger cute sm90"),
-        ("quack scaled-exp",),
-        ("cce",),
-    ),
-    "dsv3": (
-        ("loongforge token 0",),
-        ("loongforge token 2020",),
-        ("loongforge token all",),
-        ("megatron unfused", "megatron native fused"),
-        ("torch.compile",),
-        ("liger triton", "liger cute sm90"),
-        ("quack scaled-exp",),
-    ),
-}
-"""Contenders of each row of the table."""
-
-
-def test_performance_page_is_what_was_measured():
-    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
-    results = {(result["shape"], result["name"]): result for result in measured}
-    page = text_of(ROOT / "docs/performance.md")
-    table = page.partition("## Where it stands")[2].partition("The other heads")[0]
-    expected = [(shape, names) for shape, settings in PERFORMANCE.items() for names in settings]
-    for (shape, names), (_, _, ratios, peaks, error) in zip(expected, rows(table), strict=True):
-        found = [results[shape, name] for name in names]
-        assert [*map(float, ratios.split("/"))] == pytest.approx([one["ratio"] for one in found], abs=0.006), names
-        assert [*map(float, peaks.split("/"))] == pytest.approx([one["peak_mib"] for one in found], abs=0.6), names
-        assert f"{found[0]['errors']['loss']:.0e}".replace("e-0", "e-") == error, names
-
-
-def test_prose_about_peers_is_what_was_measured():
-    measured = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
-    results = {(one["shape"], one["name"]): one for one in measured if one["status"] == "ok"}
-    shapes = [shape for shape, name in results if name == "cce"]
-    page = " ".join(text_of(ROOT / "docs/performance.md").split())
-    migration = " ".join(text_of(ROOT / "docs/migration.md").split())
-
-    def said(text, pattern):
-        (found,) = re.findall(pattern, text)
-        return [*map(float, found)] if isinstance(found, tuple) else [float(found)]
-
-    def least_and_most(values):
-        return pytest.approx([min(values), max(values)], abs=0.0051)
-
-    def saved(shape, budget):
-        mine = results[shape, f"loongforge mean {budget}"]["step_ms"]
-        return pytest.approx(100 * (1 - results[shape, "quack scaled-exp"]["step_ms"] / mine), abs=0.51)
-
-    slowness = [results[shape, "cce"]["ratio"] for shape in shapes]
-    assert said(page, r"at (\d\.\d) to (\d\.\d) times the floor") == pytest.approx(
-        [min(slowness), max(slowness)], abs=0.051
-    )
-    kinds = (("token 0", "cce token"), ("mean 0", "cce"))
-    shares = [
-        results[shape, f"loongforge {ours}"]["step_ms"] / results[shape, cce]["step_ms"]
-        for shape in shapes
-        for ours, cce in kinds
-    ]
-    assert said(migration, r"took (\d\.\d+) to (\d\.\d+) of CCE's time") == least_and_most(shares)
-    (there, here) = said(page, r"takes (\d+)% less than our 3030 MiB budget there, and (\d+)% less than our 1503 MiB")
-    assert there == saved("dsv3", 3030) and here == saved("seed-pr", 1503)
-    for pattern, name in (
-        (r"Liger's Triton kernel takes (\d\.\d+) in (\d+) MiB", "liger triton"),
-        (r"with fp32 accumulation it takes (\d\.\d+) in (\d+) MiB", "liger triton fp32 acc"),
-    ):
-        ratio, peak = said(page, pattern)
-        assert ratio == pytest.approx(results["dsv3", name]["ratio"], abs=0.006), name
-        assert peak == pytest.approx(results["dsv3", name]["peak_mib"], abs=0.6), name
 
 
 @each_document
