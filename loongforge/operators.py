@@ -136,7 +136,7 @@ class Operators:
             hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         )
         dtype = compute_dtype(hidden)
-        num_kept = _kept_rows(options, weight.shape[0], dtype, any_T.shape[0]) if needs_grad else 0
+        num_kept = _kept_rows(options, _constant(weight.shape[0]), dtype, any_T.shape[0]) if needs_grad else 0
         # Plain values: Dynamo would hand a dataclass that was made in the trace over without its fields.
         values = {name: getattr(options, name) for name in OPTION_NAMES} | {"sequence_parallel": sequence_parallel}
         text = encoded(tuple(settings), tuple(settings.values()), tuple(values), tuple(values.values()))

@@ -87,6 +87,23 @@ def test_equal_to_eager_without_recompilation(name, monkeypatch):
         assert_same(actual, expected, 1e-5 if CASES[name].get("logits_budget_mb") else 1e-6)
 
 
+@pytest.mark.parametrize("budget", [0, "all"])
+def test_vocabularies_of_several_sizes(budget):
+    """Dynamo makes variables of a weight's sizes that differ between calls; a vocabulary selects another graph."""
+
+    def run(hidden, weight, target):
+        return linear_cross_entropy(hidden, weight, target, reduction="none", logits_budget_mb=budget)
+
+    for dynamic, vocabularies in ((None, (VOCAB, 57, 33)), (True, (VOCAB,))):
+        torch.compiler.reset()
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for vocab in vocabularies:
+            inputs = make_inputs(30, HIDDEN, vocab, torch.float32, seed=vocab, bias=False).leaves()
+            tensors = inputs.hidden, inputs.weight
+            expected = results(lambda: run(*tensors, inputs.target), tensors)  # noqa: B023
+            assert_same(results(lambda: compiled(*tensors, inputs.target), tensors), expected, 1e-5)  # noqa: B023
+
+
 def test_weights_of_tokens_and_classes_and_a_changing_normalizer():
     model = Model({})
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
