@@ -11,7 +11,6 @@ megatron.core`` loads these classes; nothing is imported for this, and what coul
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,12 +42,10 @@ def guard_wrappers(patches: Patches) -> None:
 
 
 def _refusing(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def init(wrapper, *args, **kwargs):
         # Every stage of a pipeline, not just the one with the output layer: none is left waiting for another.
-        if list(_models_to_fuse(_wrapped_module(signature, wrapper, args, kwargs))):
+        if list(_models_to_fuse(args, kwargs)):
             raise support.megatron_fsdp_refused()
         original(wrapper, *args, **kwargs)
 
@@ -56,27 +53,24 @@ def _refusing(original: Callable) -> Callable:
 
 
 def _checking(original: Callable) -> Callable:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
     def init(wrapper, *args, **kwargs):
         original(wrapper, *args, **kwargs)
-        for model in _models_to_fuse(_wrapped_module(signature, wrapper, args, kwargs)):
+        for model in _models_to_fuse(args, kwargs):
             if getattr(model, "output_layer", None) is not None:
                 support.check_output_layer(model)
 
     return init
 
 
-def _wrapped_module(signature: inspect.Signature, wrapper: Any, args: tuple, kwargs: dict) -> Any:
-    """The argument ``module``; ``TypeError``, as the constructor's own, for arguments that it does not take."""
-    return signature.bind(wrapper, *args, **kwargs).arguments["module"]
+def _models_to_fuse(args: tuple, kwargs: dict) -> Iterator[Any]:
+    """Every language model in what is wrapped whose configuration asks for the fused loss.
 
-
-def _models_to_fuse(module: torch.nn.Module) -> Iterator[Any]:
-    """Every language model in it whose configuration asks for the fused loss."""
+    That is the one module among the arguments, whatever they are called: others replace these constructors too.
+    """
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    for part in module.modules():
-        if isinstance(part, LanguageModule) and linear_enabled(part.config):
-            yield part
+    for module in (*args, *kwargs.values()):
+        for part in module.modules() if isinstance(module, torch.nn.Module) else ():
+            if isinstance(part, LanguageModule) and linear_enabled(part.config):
+                yield part

@@ -131,6 +131,21 @@ def test_an_adapter_around_the_output_layer_is_refused_when_the_model_is_wrapped
     assert counters.fused == 1
 
 
+@pytest.mark.usefixtures("megatron")
+def test_a_constructor_that_others_replaced_without_its_signature_is_guarded(monkeypatch):
+    from megatron.core.distributed import DistributedDataParallel
+
+    original = DistributedDataParallel.__init__
+    monkeypatch.setattr(DistributedDataParallel, "__init__", lambda *args, **kwargs: original(*args, **kwargs))
+    loongforge.megatron.install()
+    try:
+        assert data_parallel(build(linear=False)).module.output_layer is not None
+        with pytest.raises(NotImplementedError, match="output layer of class .*Sequential"):
+            data_parallel(adapt(build()))
+    finally:
+        loongforge.megatron.uninstall()
+
+
 @pytest.mark.usefixtures("hook")
 def test_torch_fsdp2_around_the_output_layer_is_refused_when_the_model_is_wrapped(monkeypatch):
     """Megatron shards the output layer by itself with Transformer Engine's layers, with the root with local ones."""
