@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_table import NOT_RUN, Outcome, read_log, table, wrong_rows
-from side_by_side import Ended, Job, pack, run_together, stop_on_sigterm, write_whole
+from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
@@ -185,12 +185,14 @@ def measured_settings(arguments: argparse.Namespace) -> dict:
 
 def earlier(path: Path, settings: dict) -> dict[str, Outcome]:
     """Rows of an earlier ``compare.json`` that ended well; refused where it was measured otherwise."""
-    content = json.loads(path.read_text())
-    for name, value in settings.items():
-        before = content["settings"].get(name, value)
-        if before != value:
-            raise SystemExit(f"--add-to {path}: its rows were measured with {name} {before}, this run has {value}")
-    return {row["name"]: Outcome(**row) for row in content["rows"] if not row["error"]}
+    with results_of(path) as content:
+        for name, value in settings.items():
+            before = content["settings"][name]
+            if before != value:
+                raise SystemExit(f"--add-to {path}: its rows were measured with {name} {before}, this run has {value}")
+        rows = {row["name"]: Outcome(**row) for row in content["rows"] if row["losses"] and not row["error"]}
+        table(list(rows.values()), settings)
+        return in_order(rows)
 
 
 def in_order(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
@@ -347,24 +349,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def redraw(folder: Path) -> tuple[list[Outcome], dict]:
-    """Write ``compare.md`` again; (rows, settings)."""
-    content = json.loads((folder / "compare.json").read_text())
-    outcomes = [Outcome(**row) for row in content["rows"]]
-    write_whole(folder / "compare.md", table(outcomes, content["settings"]))
-    return outcomes, content["settings"]
+def redraw(folder: Path) -> tuple[list[Outcome], str]:
+    """Write ``compare.md`` again; (rows, table)."""
+    with results_of(folder / "compare.json") as content:
+        outcomes = [Outcome(**row) for row in content["rows"]]
+        text = table(outcomes, content["settings"])
+    write_whole(folder / "compare.md", text)
+    return outcomes, text
 
 
 def main() -> int:
     """Run all rows and print the table."""
     arguments = parse()
     stop_on_sigterm()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
     if not arguments.redraw:
+        arguments.output_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as logs:
             Comparison(arguments, Path(logs)).run()
-    outcomes, settings = redraw(arguments.output_dir)
-    print(table(outcomes, settings))
+    outcomes, text = redraw(arguments.output_dir)
+    print(text)
     wrong = wrong_rows(outcomes, arguments.tolerance)
     if wrong:
         print(f"FAILED: {'; '.join(wrong)}")

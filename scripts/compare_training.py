@@ -31,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from side_by_side import Ended, Job, pack, run_together, stop_on_sigterm, write_whole
+from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -367,15 +367,15 @@ def main() -> int:
     stop_on_sigterm()
     arguments.started = started
     missing = [] if arguments.redraw else compare(arguments)
-    content = json.loads((folder / "training.json").read_text())
-    if not complete_seeds(content):
-        print("no seed has both runs")
-        return 1
-    try:
-        draw(content, folder / "training.png")
-    except ImportError:
-        print("training.png not drawn: matplotlib is missing (pip install 'loongforge[plot]'); use --redraw elsewhere")
-    agree = report(content, arguments.sigmas)
+    with results_of(folder / "training.json") as content:
+        if not complete_seeds(content):
+            print("no seed has both runs")
+            return 1
+        try:
+            draw(content, folder / "training.png")
+        except ImportError:
+            print("training.png not drawn: matplotlib is missing (pip install 'loongforge[plot]'); --redraw elsewhere")
+        agree = report(content, arguments.sigmas)
     if missing:
         print(f"MISSING: {'; '.join(missing)}")
     return 0 if agree and not missing else 1

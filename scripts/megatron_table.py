@@ -142,6 +142,7 @@ def wrong_rows(outcomes: Sequence[Outcome], tolerance: float) -> list[str]:
         base = by_name.get(outcome.base)
         if outcome.error:
             wrong += [] if outcome.error.startswith(NOT_RUN) else [outcome.name]
-        elif base and not base.error and not largest(differences(outcome.losses, base.losses)) <= tolerance:
-            wrong.append(outcome.name)
+        elif outcome.losses and base and base.losses and not base.error:  # where one is missing it has not run yet
+            difference = largest(differences(outcome.losses, base.losses))
+            wrong += [] if difference <= tolerance else [outcome.name]
     return wrong

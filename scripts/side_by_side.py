@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import json
 import os
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TURN = "SIDE_BY_SIDE_TURN"
 """Environment variable with the number of the file descriptor that holds the lock."""
@@ -127,6 +129,15 @@ def write_whole(path: Path, text: str) -> None:
     unfinished = path.with_name(f"{path.name}.part")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+@contextlib.contextmanager
+def results_of(path: Path) -> Iterator[Any]:
+    """The JSON of an earlier run; the script ends, saying so, where it or what is made of it inside is damaged."""
+    try:
+        yield json.loads(path.read_text())
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise SystemExit(f"{path} holds no results of this script: {type(error).__name__}: {error}") from error
 
 
 # ---------------------------------------------------------------- in a process that takes turns

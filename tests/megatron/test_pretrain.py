@@ -193,6 +193,35 @@ def test_rows_of_an_earlier_run_stay_and_only_missing_and_named_ones_run(compare
     assert (tmp_path / "2/compare.md").read_text() == table
 
 
+def test_rows_that_had_not_run_yet_when_a_run_was_ended_run_later(compare, tables, tmp_path):
+    (tmp_path / "mark").touch()
+    rows = compared(compare, tmp_path, 0, "--rows", "native", "linear", "--jobs", "1")
+    for row in rows[:2]:  # the one that the last is compared with, and another
+        row.update(losses=[], grad_norms=[], milliseconds=[], fused_losses=0)
+    content = json.loads((tmp_path / "compare.json").read_text()) | {"rows": rows}
+    (tmp_path / "compare.json").write_text(json.dumps(content))
+    outcomes, table = compare.redraw(tmp_path)
+    assert table.count("| not run: not yet |") == 2 and tables.wrong_rows(outcomes, 2e-2) == []
+    for log in tmp_path.glob("*.log"):
+        log.unlink()
+    compared(compare, tmp_path, 0, "--add-to", str(tmp_path / "compare.json"), "--jobs", "1", "--rows", "native")
+    assert sorted(log.stem for log in tmp_path.glob("*.log")) == ["local, native", "local, unfused"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", '{"rows": [{"name": "x"}]}', '{"settings": {}, "rows": [{}]}', None])
+def test_what_holds_no_results_is_named_without_a_traceback(compare, monkeypatch, tmp_path, text):
+    training = script("compare_training")
+    for name in ("compare.json", "training.json") if text is not None else ():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=r"compare.json holds no results of this script: \w+: "):
+        compare.redraw(tmp_path)
+    with pytest.raises(SystemExit, match=r"compare.json holds no results of this script: \w+: "):
+        compare.earlier(tmp_path / "compare.json", {"seq_length": 64})
+    monkeypatch.setattr(sys, "argv", ["compare_training.py", "--output-dir", str(tmp_path), "--redraw"])
+    with pytest.raises(SystemExit, match=r"training.json holds no results of this script: \w+: "):
+        training.main()
+
+
 def test_halves_need_an_even_micro_batch(compare, capsys):
     (half,) = (row for row in compare.rows(settings(compare, "--specs", "local")) if row.loss == HALF)
     assert half.base == "local, unfused" and half.flags[-2:] == ("--micro-batch-size", "1")
