@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -107,13 +108,22 @@ def write_markdown(path: Path, text: str) -> None:
 
 def redraw_markdown(path: Path, report: Callable[[dict[str, Any]], str]) -> None:
     """Print the table of an earlier record and write it beside it again."""
-    try:
+    with _named(f"{path} holds no results of this script"):
         text = report(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} holds no results of this script: {type(error).__name__}: {error}") from error
     require_folder(path.parent)
     write_markdown(path, text)
     print(text)
+
+
+@contextlib.contextmanager
+def _named(problem: str) -> Iterator[None]:
+    """Whatever a damaged or foreign record brings about, as a UsageError that begins with ``problem``."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise UsageError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
@@ -193,7 +203,7 @@ def redraw(path: Path) -> None:
     ``earlier`` in its environment maps shapes whose rows come from an earlier run to what differs there.
     """
     by_shape: dict[str, list[Result]] = {}
-    try:
+    with _named(f"{path} is not a results.json of the comparison"):
         recorded = json.loads(path.read_text(encoding="utf-8"))
         environment, device = recorded["environment"], recorded["environment"]["device"]
         earlier = environment.get("earlier", {})
@@ -204,10 +214,9 @@ def redraw(path: Path) -> None:
             }
             values.pop("ratio")
             by_shape.setdefault(line["shape"], []).append(Result(**values))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"{path} is not a results.json of the comparison: {type(error).__name__}: {error}") from error
-    require_folder(path.parent)
-    write_text(path.parent, environment, tables(by_shape, earlier))
-    for name, results in by_shape.items():
-        source = f"{device}, earlier run" if name in earlier else device
-        draw(path.with_name(f"{name}.png"), parse_shape(name), results, source)
+        text = tables(by_shape, earlier)
+        require_folder(path.parent)
+        write_text(path.parent, environment, text)
+        for name, results in by_shape.items():
+            source = f"{device}, earlier run" if name in earlier else device
+            draw(path.with_name(f"{name}.png"), parse_shape(name), results, source)

@@ -285,6 +285,25 @@ def test_results_of_something_else_are_not_drawn(results, tmp_path, capsys):
     assert [*tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    ({"errors": {}}, {"step_ms": "12"}, {"forward_ms": "x"}, {"floor_ms": 0}, {"environment": {"versions": None}},
+     {"environment": {"earlier": {"8x4x2": "x"}}}, {"environment": {"earlier": ["8x4x2"]}}),
+    ids=str,
+)  # fmt: skip
+def test_results_with_damage_inside_are_refused_by_name(damage, tmp_path, capsys):
+    environment = {"device": "cpu", "versions": {}} | damage.get("environment", {})
+    errors = dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 0.0)
+    result = Result("8x4x2", "loongforge token 0", True, True, 0, "ok", 1.0, 1.0, 1.0, 1.0, errors)
+    write_json(tmp_path / "results.json", environment, [result])
+    record = json.loads((tmp_path / "results.json").read_text())
+    record["results"][0] |= {key: value for key, value in damage.items() if key != "environment"}
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    assert cli.main(["bench", "--redraw", str(tmp_path / "results.json")]) == 2
+    assert "is not a results.json of the comparison" in capsys.readouterr().err
+    assert not (tmp_path / "table.txt").exists()
+
+
 class _Terminal(io.StringIO):
     def isatty(self):
         return True
