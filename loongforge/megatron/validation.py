@@ -47,7 +47,10 @@ def hook_validation(patches: Patches) -> None:
 
 def _wrap(patches: Patches, module: ModuleType, function_name: str) -> None:
     """In its module and wherever in Megatron it was imported from there by name."""
-    original = inspect.unwrap(getattr(module, function_name))
+    found = getattr(module, function_name, None)
+    if found is None:  # a checkout of one's own may have moved it
+        return
+    original = inspect.unwrap(found)
     wrapped = _checking(original, patches)
     for name, user in list(sys.modules.items()):
         if name.startswith("megatron.training") and inspect.unwrap(vars(user).get(function_name, len)) is original:

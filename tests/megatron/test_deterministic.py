@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -73,3 +74,19 @@ def test_linear_passes_and_every_other_requirement_stays(version, request):
     data_parallel = "DistributedDataParallel", "FullyShardedDataParallel", "TorchFullyShardedDataParallel"
     for name in (*data_parallel, "MegatronFSDP"):
         assert found[name] == f"{name}.__init__"
+
+
+def test_a_checkout_without_the_function_can_be_imported(tmp_path, monkeypatch):
+    """``megatron.training`` is no part of megatron-core's package: people change it."""
+    import loongforge.megatron
+    from loongforge.megatron import validation
+
+    (tmp_path / "changed_arguments.py").write_text("VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(validation, "REFUSING", {"changed_arguments": "validate_args"})
+    loongforge.megatron.install()
+    try:
+        assert importlib.import_module("changed_arguments").VALUE == 1
+    finally:
+        loongforge.megatron.uninstall()
+        sys.modules.pop("changed_arguments", None)
