@@ -19,7 +19,6 @@ Flags after ``--`` go to Megatron, such as ``-- --recompute-granularity selectiv
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -28,12 +27,11 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_table import NOT_RUN, Outcome, read_log, table, wrong_rows
-from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, write_whole
+from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, versions, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
@@ -173,14 +171,8 @@ def rows_at_a_time(arguments: argparse.Namespace) -> int:
 
 def measured_settings(arguments: argparse.Namespace) -> dict:
     """What the numbers depend on: sizes, and versions of what ran."""
-    import torch
-
     settings = {name: getattr(arguments, name) for name in SETTINGS}
-    versions = {"device": torch.cuda.get_device_name() if _on_gpu() else "CPU", "torch": torch.__version__}
-    for package in ("triton", "megatron-core", "transformer-engine"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return {**settings, "versions": versions}
+    return {**settings, "versions": versions("triton", "megatron-core", "transformer-engine")}
 
 
 def earlier(path: Path, settings: dict) -> dict[str, Outcome]:

@@ -31,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
-from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, write_whole
+from side_by_side import Ended, Job, pack, results_of, run_together, stop_on_sigterm, versions, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -229,6 +229,7 @@ def report(content: dict, sigmas: float) -> bool:
     """Print the tables; whether the means agree within the seeds' noise."""
     runs = {(result["variant"], result["seed"]): result for result in content["runs"]}
     seeds = complete_seeds(content)
+    print(", ".join(f"{name} {version}" for name, version in content["versions"].items()) + "\n")
     print("| seed | final validation loss, fused | unfused | difference | cosine of all parameters |")
     print("| --- | --- | --- | --- | --- |")
     finals = {variant: [final_validation(runs[variant, seed]) for seed in seeds] for variant in VARIANTS}
@@ -349,7 +350,8 @@ def compare(arguments: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         arguments.work_dir = arguments.work_dir or Path(folder)
         settings = {name: getattr(arguments, name) for name in SETTINGS}
-        content = {"settings": settings, "text": prepare_text(arguments), "cosines": {}, "runs": []}
+        content = {"settings": settings, "versions": versions("triton", "megatron-core"), "cosines": {}, "runs": []}
+        content["text"] = prepare_text(arguments)
         missing = train_all(arguments, content)
         content["cosines"] = cosines(arguments.work_dir, content)
     write_whole(arguments.output_dir / "training.json", json.dumps(content) + "\n")

@@ -19,6 +19,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ TURN = "SIDE_BY_SIDE_TURN"
 """Environment variable with the number of the file descriptor that holds the lock."""
 PATIENCE = 5.0
 """Seconds that a process has between the polite signal and the other one."""
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Device and versions that results depend on: torch's, and of those packages that are installed."""
+    import torch
+
+    found = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 @dataclass(frozen=True, eq=False)  # each is itself
@@ -134,10 +146,18 @@ def write_whole(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def results_of(path: Path) -> Iterator[Any]:
     """The JSON of an earlier run; the script ends, saying so, where it or what is made of it inside is damaged."""
+
+    def damaged(error: Exception) -> SystemExit:
+        return SystemExit(f"{path} holds no results of this script: {type(error).__name__}: {error}")
+
     try:
-        yield json.loads(path.read_text())
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise SystemExit(f"{path} holds no results of this script: {type(error).__name__}: {error}") from error
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(error) from error
+    try:
+        yield json.loads(text)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise damaged(error) from error
 
 
 # ---------------------------------------------------------------- in a process that takes turns

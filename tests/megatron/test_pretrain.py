@@ -208,11 +208,13 @@ def test_rows_that_had_not_run_yet_when_a_run_was_ended_run_later(compare, table
     assert sorted(log.stem for log in tmp_path.glob("*.log")) == ["local, native", "local, unfused"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "5", '{"rows": [{"name": "x"}]}', '{"settings": {}, "rows": [{}]}', None])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "5", "\xff\xfe", '{"rows": [{"name": "x"}]}', '{"settings": {}, "rows": [{}]}', None]
+)
 def test_what_holds_no_results_is_named_without_a_traceback(compare, monkeypatch, tmp_path, text):
     training = script("compare_training")
     for name in ("compare.json", "training.json") if text is not None else ():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit, match=r"compare.json holds no results of this script: \w+: "):
         compare.redraw(tmp_path)
     with pytest.raises(SystemExit, match=r"compare.json holds no results of this script: \w+: "):
@@ -274,16 +276,19 @@ def test_the_long_run_reads_docstrings_and_judges_by_the_noise_between_seeds(tmp
         for seed, value in enumerate(values)
     ]
     runs.append({"variant": "fused", "seed": 7, "validation": {"1200": 9.0}})  # its partner had no time
-    content = {"runs": runs, "cosines": {f"seed {seed}": 0.99 for seed in range(3)}}
+    versions = {"device": "a GPU", "torch": "2.13"}
+    content = {"runs": runs, "versions": versions, "cosines": {f"seed {seed}": 0.99 for seed in range(3)}}
     assert training.report(content, sigmas=2.0)
     runs[0]["validation"]["1200"] = 1.5
     assert not training.report(content, sigmas=0.1)
     assert "| 1 | 1.02000 | 1.02000 | +0.00000 | 0.990000 |" in capsys.readouterr().out
     runs.append({"variant": "native", "seed": 1, "validation": {"1200": 1.04}})
-    content = {"runs": runs, "cosines": {"native, seed 1": 0.97}}
+    content = {"runs": runs, "versions": versions, "cosines": {"native, seed 1": 0.97}}
     training.report(content, sigmas=2.0)
-    assert "| native | 1 | 1.04000 | +0.02000 | 0.970000 |" in capsys.readouterr().out
-    training.report({"runs": runs, "cosines": {}}, sigmas=2.0)  # ended before they were computed
+    printed = capsys.readouterr().out
+    assert "device a GPU, torch 2.13\n" in printed
+    assert "| native | 1 | 1.04000 | +0.02000 | 0.970000 |" in printed
+    training.report({**content, "cosines": {}}, sigmas=2.0)  # ended before they were computed
     assert "| 1 | 1.02000 | 1.02000 | +0.00000 | nan |" in capsys.readouterr().out
 
 
