@@ -214,6 +214,8 @@ def redraw(path: Path) -> None:
             }
             values.pop("ratio")
             by_shape.setdefault(line["shape"], []).append(Result(**values))
+        if not by_shape:
+            raise ValueError("no results in it")
         text = tables(by_shape, earlier)
         require_folder(path.parent)
         write_text(path.parent, environment, text)

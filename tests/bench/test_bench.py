@@ -275,7 +275,7 @@ def test_every_benchmark_looks_at_its_folder_first(module, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "results", ("5", "[5]", '[{"shape": "8x4x2"}]', '[{"shape": "8x4x2", "ratio": 1, "kernel": 2}]')
+    "results", ("5", "[]", "[5]", '[{"shape": "8x4x2"}]', '[{"shape": "8x4x2", "ratio": 1, "kernel": 2}]')
 )
 def test_results_of_something_else_are_not_drawn(results, tmp_path, capsys):
     file = tmp_path / "results.json"
