@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import json
 import os
 import signal
 import subprocess
@@ -19,9 +18,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from loongforge.bench.records import record_of, versions_of  # noqa: E402
+from loongforge.bench.records import write_whole as write_whole  # noqa: E402  # for the scripts too
+from loongforge.errors import UsageError  # noqa: E402
 
 TURN = "SIDE_BY_SIDE_TURN"
 """Environment variable with the number of the file descriptor that holds the lock."""
@@ -33,11 +37,8 @@ def versions(*packages: str) -> dict[str, str]:
     """Device and versions that results depend on: torch's, and of those packages that are installed."""
     import torch
 
-    found = {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "torch": torch.__version__}
-    for package in packages:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": device, "torch": torch.__version__} | versions_of(packages)
 
 
 @dataclass(frozen=True, eq=False)  # each is itself
@@ -136,28 +137,14 @@ def pack(folder: Path, archive: Path, pattern: str = "*.log") -> None:
     unfinished.rename(archive)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
 @contextlib.contextmanager
 def results_of(path: Path) -> Iterator[Any]:
     """The JSON of an earlier run; the script ends, saying so, where it or what is made of it inside is damaged."""
-
-    def damaged(error: Exception) -> SystemExit:
-        return SystemExit(f"{path} holds no results of this script: {type(error).__name__}: {error}")
-
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise damaged(error) from error
-    try:
-        yield json.loads(text)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise damaged(error) from error
+        with record_of(path, f"{path} holds no results of this script") as content:
+            yield content
+    except UsageError as error:
+        raise SystemExit(str(error)) from error
 
 
 # ---------------------------------------------------------------- in a process that takes turns

@@ -8,7 +8,6 @@ ImportError, which the table reports instead of a time.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch.nn import functional
 
 import loongforge
+from loongforge.bench.records import versions_of
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -173,10 +173,4 @@ PEERS = (
 def versions() -> dict[str, str]:
     """Version of every package that takes part and of what they stand on; absent ones are left out."""
     names = {"torch", "triton", "loongforge", *(peer.distribution for peer in PEERS)}
-    found = {"loongforge": loongforge.__version__}
-    for name in sorted(names - {"loongforge"}):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"loongforge": loongforge.__version__} | versions_of(sorted(names - {"loongforge"}))

@@ -14,6 +14,7 @@ import torch
 
 from loongforge.bench.contenders import PEERS, Contender, ours
 from loongforge.bench.measure import Problem, Step, make_problem, release, verdict
+from loongforge.bench.records import record_of
 from loongforge.bench.run import DTYPES, describe, device_of, parse_budgets
 from loongforge.bench.shapes import HeadShape, add_size_flags, shapes_of
 from loongforge.bench.timeline import Timeline, record
@@ -146,13 +147,8 @@ def kind_of(num_bytes: int, shape: HeadShape, itemsize: int) -> str:
 def _draw_file(data_file: Path) -> str:
     picture = data_file.with_suffix(".png")
     _require_matplotlib(picture)
-    try:
-        recorded = json.loads(data_file.read_text(encoding="utf-8"))
+    with record_of(data_file, f"--redraw needs a file that loongforge memory wrote, {data_file} is none") as recorded:
         _ = recorded["environment"]["device"], recorded["shape"], recorded["timelines"][0]["blocks"]
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise UsageError(
-            f"--redraw needs a file that loongforge memory wrote, {data_file} is none: {type(error).__name__}: {error}"
-        ) from error
     require_folder(picture.parent)
     draw(picture, recorded)
     return f"{picture}"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from loongforge.bench.contenders import PEERS
 from loongforge.bench.measure import Result
+from loongforge.bench.records import record_of, write_whole
 from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import UsageError, require_folder
 
@@ -95,10 +95,8 @@ def write_json(path: Path, environment: dict[str, Any], results: Sequence[Any]) 
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """JSON in the place of an earlier one: whoever ends this process finds one of them whole."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    """JSON in the place of an earlier one."""
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def write_markdown(path: Path, text: str) -> None:
@@ -108,22 +106,11 @@ def write_markdown(path: Path, text: str) -> None:
 
 def redraw_markdown(path: Path, report: Callable[[dict[str, Any]], str]) -> None:
     """Print the table of an earlier record and write it beside it again."""
-    with _named(f"{path} holds no results of this script"):
-        text = report(json.loads(path.read_text(encoding="utf-8")))
+    with record_of(path, f"{path} holds no results of this script") as record:
+        text = report(record)
     require_folder(path.parent)
     write_markdown(path, text)
     print(text)
-
-
-@contextlib.contextmanager
-def _named(problem: str) -> Iterator[None]:
-    """Whatever a damaged or foreign record brings about, as a UsageError that begins with ``problem``."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"{problem}: {type(error).__name__}: {error}") from error
 
 
 def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
@@ -203,8 +190,7 @@ def redraw(path: Path) -> None:
     ``earlier`` in its environment maps shapes whose rows come from an earlier run to what differs there.
     """
     by_shape: dict[str, list[Result]] = {}
-    with _named(f"{path} is not a results.json of the comparison"):
-        recorded = json.loads(path.read_text(encoding="utf-8"))
+    with record_of(path, f"{path} is not a results.json of the comparison") as recorded:
         environment, device = recorded["environment"], recorded["environment"]["device"]
         earlier = environment.get("earlier", {})
         for line in recorded["results"]:
