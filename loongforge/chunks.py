@@ -104,7 +104,7 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
         if kept_rows < head.plan.vocab_rows:
             _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
         return stats, kept
-    buffer = _Buffer(head, head.plan.forward_width, head.plan.vocab_rows - kept_rows, head.logits_dtype)
+    buffer = _Buffer(head, head.plan.forward_width, kept_rows, head.logits_dtype)
     for start, stop in head.plan.forward_chunks(kept_rows):
         _accumulate(head, head.compute_logits(start, stop, buffer.chunk(stop - start)), start, stop, stats)
     return stats, kept
@@ -161,8 +161,7 @@ def _gradients_of_logits(
         for start, stop in kept_ranges:
             yield kept[:, start:stop], start, stop
     in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
-    dtype = head.tokens.dtype if in_tiles else head.logits_dtype
-    buffer = _Buffer(head, head.plan.backward_width, head.plan.vocab_rows - kept_rows, dtype)
+    buffer = _Buffer(head, head.plan.backward_width, kept_rows, head.tokens.dtype if in_tiles else head.logits_dtype)
     for start, stop in head.plan.backward_chunks(kept_rows):
         if head.tiles is not None and start >= head.plan.kept_rows:
             logits_TC = buffer.chunk(stop - start, head.tokens.dtype)
@@ -227,11 +226,11 @@ def _weight_rows_grad(
 class _Buffer:
     """One allocation that every chunk of a direction reuses; a ragged last chunk is a smaller view of it."""
 
-    def __init__(self, head: Head, width: int, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, head: Head, width: int, first_row: int, dtype: torch.dtype) -> None:
         self._num_tokens = head.plan.num_tokens
         # Tile kernels store whole 16-byte vectors, so their rows start at multiples of one.
         self._multiple = 1 if head.tiles is None else 16 // head.tokens.dtype.itemsize
-        widest = self._stride(min(width, num_rows))
+        widest = self._stride(min(width, head.plan.vocab_rows - first_row))
         self._flat = head.tokens.new_empty((self._num_tokens * widest,), dtype)
 
     def chunk(self, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
