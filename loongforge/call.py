@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -221,25 +221,27 @@ def prepare_call(
     needs_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
-    reservation, kept_bytes, in_forward = None, 0, False
+    tiles = tile_kernels(kernels.name, hidden, weight) if may_use_tiles else None
+    sizes = (num_tokens, hidden.shape[-1], vocab_rows, logits_dtype.itemsize)
+    plan_for = partial(
+        plan_chunks, kernels.name, *sizes,
+        operand_itemsize=dtype.itemsize,
+        kept_in_chunks=has_adapter or not weight.dtype == dtype == logits_dtype,
+        in_tiles=tiles is not None,
+        scaled=dtype == torch.float16,
+        ranks_add_rounded=parallel.size > 1 and not options.fp32_grad_hidden,
+        ranks_add_float32=parallel.size > 1 and options.fp32_grad_hidden,
+    )  # fmt: skip
+    plan, reservation = plan_for(), None
     if needs_grad and not _will_be_run_again():
-        reservation = logits_budget.reserve(options, num_tokens, vocab_rows, logits_dtype.itemsize, gradient_bytes)
-        kept_bytes, in_forward = reservation.logits_bytes, reservation.for_gradients
+        reservation = logits_budget.reserve(options, plan, gradient_bytes)
+        plan = reservation.plan or plan_for(gradients_in_forward=True)
     return Call(
         options=options,
         parallel=parallel,
         kernels=kernels,
-        tiles=tile_kernels(kernels.name, hidden, weight) if may_use_tiles else None,
-        plan=plan_chunks(
-            kernels.name,
-            num_tokens,
-            hidden.shape[-1],
-            vocab_rows,
-            logits_dtype.itemsize,
-            kept_bytes,
-            in_forward,
-            dtype.itemsize,
-        ),  # fmt: skip
+        tiles=tiles,
+        plan=plan,
         dtype=dtype,
         logits_dtype=logits_dtype,
         num_classes=num_classes,

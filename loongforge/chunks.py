@@ -15,7 +15,7 @@ import torch
 from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
 from loongforge.matmul import column_sums_, product_, project_
 from loongforge.parallel import Tokens
-from loongforge.plan import ChunkPlan
+from loongforge.plan import ChunkPlan, KeptLogits
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,6 @@ class Head:
         weight_C = None if self.class_weight_V is None else self.class_weight_V[start:stop]
         return Chunk(self.label_T, start, self.transform, weight_C)
 
-    def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
-        """One GEMM for everything kept, unless casts or an adapter would make copies of it."""
-        as_it_is = self.weight_VH.dtype == self.logits_dtype == self.tokens.dtype and self.base_VH is None
-        step = kept_rows if as_it_is else self.plan.forward_width
-        return [(start, min(start + step, kept_rows)) for start in range(0, kept_rows, max(1, step))]
-
 
 @dataclass
 class WeightGrad:
@@ -97,7 +91,7 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
     kept = None
     if kept_rows:
         kept = head.tokens.new_empty((head.plan.num_tokens, kept_rows), head.logits_dtype)
-        for start, stop in head.kept_ranges(kept_rows):
+        for start, stop in head.plan.kept_ranges(kept_rows):
             head.compute_logits(start, stop, kept[:, start:stop])
         _accumulate(head, kept, 0, kept_rows, stats)
     if head.tiles is not None:
@@ -113,7 +107,7 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
 def backward(
     head: Head,
     coefficients: RowCoefficients,
-    kept: torch.Tensor | None,
+    kept: KeptLogits | None,
     take_grad_hidden: Callable[[torch.Tensor], None] | None,
     weight_grad: WeightGrad | None,
     needs_bias: bool,
@@ -121,14 +115,15 @@ def backward(
 ) -> torch.Tensor | None:
     """Gradients of the sum over tokens that ``coefficients`` stand for; returns grad_bias [V] where it is asked for.
 
-    ``kept`` is overwritten.  ``scale`` (a device scalar) says that the coefficients were multiplied by it, so that
-    float16 logit gradients neither underflow nor overflow; it is divided out of each product in float32.
+    ``kept`` is taken, overwritten and let go before anything is recomputed.  ``scale`` (a device scalar) says that the
+    coefficients were multiplied by it, so that float16 logit gradients neither underflow nor overflow; it is divided
+    out of each product in float32.
     ``take_grad_hidden`` gets grad_hidden [T, H] once, before the last product of the weight gradient, in the
     statistics' dtype, or in hidden's where one product gives it whole and ``fp32_grad_hidden`` does not ask otherwise.
     """
-    kept_rows = 0 if kept is None else kept.shape[1]
+    kept_rows = 0 if kept is None else kept.num_rows
     num_recomputed = len(head.plan.backward_chunks(kept_rows))
-    kept_ranges = head.kept_ranges(kept_rows)
+    kept_ranges = head.plan.kept_ranges(kept_rows)
     grad_hidden = grad_bias = None
     if take_grad_hidden is not None:
         grad_hidden = _HiddenGrad(head, len(kept_ranges) + num_recomputed, scale, take_grad_hidden)
@@ -144,6 +139,7 @@ def backward(
             rows_C = column_sums_(grad_bias[start:stop], logits_TC)
             if scale is not None:
                 rows_C.div_(scale)
+        del logits_TC  # the last view of what is kept, for which there is no room beside the next chunk
     head.tokens.wait()  # where nothing needed them, other ranks may have
     return grad_bias
 
@@ -151,15 +147,17 @@ def backward(
 def _gradients_of_logits(
     head: Head,
     coefficients: RowCoefficients,
-    kept: torch.Tensor | None,
+    kept: KeptLogits | None,
     kept_ranges: list[tuple[int, int]],
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
     """Chunk by chunk the gradient of the logits [T, stop - start] and its rows, each valid until the next."""
-    kept_rows = 0 if kept is None else kept.shape[1]
+    kept_rows = 0 if kept is None else kept.num_rows
     if kept is not None:
-        _to_gradient(head, kept, 0, kept_rows, coefficients)
+        logits_TK = kept.take()
+        _to_gradient(head, logits_TK, 0, kept_rows, coefficients)
         for start, stop in kept_ranges:
-            yield kept[:, start:stop], start, stop
+            yield logits_TK[:, start:stop], start, stop
+        del logits_TK  # its memory is there for the buffer
     in_tiles = head.tiles is not None and kept_rows >= head.plan.kept_rows
     buffer = _Buffer(head, head.plan.backward_width, kept_rows, head.tokens.dtype if in_tiles else head.logits_dtype)
     for start, stop in head.plan.backward_chunks(kept_rows):

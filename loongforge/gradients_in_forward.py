@@ -16,6 +16,7 @@ from loongforge import chunks, out_of_memory
 from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
 from loongforge.parallel import Tokens
+from loongforge.plan import KeptLogits
 
 
 def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
@@ -96,7 +97,8 @@ def _token_chunk(head, target_T, class_weight, token_weight_T, call, take_grad_h
     coefficients, scale = formula.coefficients(share_T, stats.max_T, stats.sum_exp_T), None
     if call.dtype == torch.float16:
         coefficients, scale = scaled_for_float16(coefficients, stats.sum_exp_T, class_weight, call.options.logit_scale)
-    grad_bias = chunks.backward(head, coefficients, logits, take_grad_hidden, weight_grad, needs_bias, scale)
+    kept = None if logits is None else KeptLogits(logits)
+    grad_bias = chunks.backward(head, coefficients, kept, take_grad_hidden, weight_grad, needs_bias, scale)
     return loss_T.sum(), grad_bias
 
 

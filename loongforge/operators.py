@@ -25,7 +25,7 @@ from loongforge.call import Call, Labels, prepare_call
 from loongforge.checks import check_is_here, compute_dtype, refuse_batched_gradients
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import rows_kept_by
+from loongforge.plan import KeptLogits, rows_kept_by
 
 
 class Computed(NamedTuple):
@@ -68,11 +68,11 @@ class Computation:
         grads: Sequence[torch.Tensor | None],
         operands: Sequence[Any],
         saved: Sequence[Any],
-        kept: torch.Tensor | None,
+        kept: KeptLogits | None,
         needs: Sequence[bool],
         call: Call,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of hidden, weight and bias, for upstream gradients of the values, one at least; ``kept`` is overwritten."""
+        """Of hidden, weight and bias, for upstream gradients of the values, one at least; ``kept`` is taken."""
         raise NotImplementedError
 
     def like(self, operands: Sequence[Any], wide: torch.dtype) -> Computed:
@@ -187,7 +187,7 @@ class Operators:
         *tensors, kept, text, dtype, needs = inputs
         operands, grads, saved = self._split(tensors)
         computation, call = self._prepared(operands, text, dtype, kept.shape[1])
-        kept_logits = kept if kept.shape[1] else None
+        kept_logits = KeptLogits(kept) if kept.shape[1] else None
         with torch.autocast(kept.device.type, enabled=False):
             found = computation.gradients(grads, operands, saved, kept_logits, needs, call)
         return tuple(_or_empty(found, kept))

@@ -9,22 +9,24 @@ from dataclasses import replace
 
 import torch
 
-from loongforge.plan import KEPT_MULTIPLE, ChunkPlan, Reservation, logits_budget
+from loongforge.plan import KEPT_MULTIPLE, ChunkPlan, KeptLogits, Reservation, logits_budget
 
 _MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def explained(plan: ChunkPlan, device: torch.device, own: Reservation | None, kept_bytes: int = 0) -> Iterator[None]:
+def explained(
+    plan: ChunkPlan, device: torch.device, own: Reservation | None, kept: KeptLogits | None = None
+) -> Iterator[None]:
     """Add :func:`advice` to an out-of-memory error raised inside.
 
-    ``own`` is this call's share of the budget, ``kept_bytes`` what the call holds already (kept logits in backward).
+    ``own`` is this call's share of the budget, ``kept`` what backward finds and may not have taken yet.
     """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         traceback.clear_frames(error.__traceback__)  # what the call itself had allocated counts as there
-        there = _free(device) + kept_bytes
+        there = _free(device) + (kept.num_bytes if kept is not None else 0)
         others = logits_budget.bytes_in_use - (own.num_bytes if own is not None else 0)
         raise type(error)(f"{error}\n{advice(plan, there, others)}") from error
 

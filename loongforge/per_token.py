@@ -25,7 +25,7 @@ from loongforge.call import (
 )
 from loongforge.formula import scaled_for_float16
 from loongforge.kernels.interface import RowCoefficients
-from loongforge.plan import Reservation
+from loongforge.plan import KeptLogits
 
 
 @dataclass
@@ -58,7 +58,7 @@ def gradients(
     max_T: torch.Tensor,
     sum_exp_T: torch.Tensor,
     labels: Labels,
-    kept: torch.Tensor | None,
+    kept: KeptLogits | None,
     needs: Sequence[bool],
     call: Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -76,7 +76,7 @@ def products(
     coefficients: RowCoefficients,
     operands: Sequence[Any],
     sum_exp_T: torch.Tensor,
-    kept: torch.Tensor | None,
+    kept: KeptLogits | None,
     needs: Sequence[bool],
     call: Call,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -98,19 +98,6 @@ def products(
     return grad_hidden, grad_weight, grad_bias
 
 
-@dataclass
-class KeptLogits:
-    """Logits that stay between forward and backward, and their share of the budget."""
-
-    logits: torch.Tensor
-    reservation: Reservation
-
-    @classmethod
-    def of(cls, logits: torch.Tensor | None, reservation: Reservation | None) -> KeptLogits | None:
-        """None where nothing is kept."""
-        return None if logits is None or reservation is None else cls(logits, reservation)
-
-
 class LossPerToken(torch.autograd.Function):
     """(hidden, weight, bias, target [T], class_weight, base_weight) -> loss [T]."""
 
@@ -122,7 +109,7 @@ class LossPerToken(torch.autograd.Function):
         if call.needs_grad:
             labels = (result.labels.ignored_T, result.labels.out_of_range_T)
             ctx.save_for_backward(*operands, result.max_T, result.sum_exp_T, *labels)
-            # Not through save_for_backward: the first backward overwrites them and lets them go.
+            # Not through save_for_backward: the first backward takes them, overwrites them and lets them go.
             ctx.kept = KeptLogits.of(result.kept, call.reservation)
             ctx.call = replace(call, reservation=None)
             ctx.shapes = sharded.shapes_of(weight, bias, base_weight)
@@ -135,11 +122,10 @@ class LossPerToken(torch.autograd.Function):
         _, weight, bias, _, _, base_weight = operands
         sharded.require_unchanged(("weight", "bias", "base_weight"), (weight, bias, base_weight), ctx.shapes)
         kept, ctx.kept = ctx.kept, None
-        labels, logits = Labels(ignored_T, out_of_range_T), None if kept is None else kept.logits
-        needs = ctx.needs_input_grad[:3]
-        own, kept_bytes = (None, 0) if kept is None else (kept.reservation, kept.logits.nbytes)
-        with out_of_memory.explained(ctx.call.plan, grad_loss_T.device, own, kept_bytes):
-            grads = gradients(grad_loss_T, operands, max_T, sum_exp_T, labels, logits, needs, ctx.call)
+        labels, needs = Labels(ignored_T, out_of_range_T), ctx.needs_input_grad[:3]
+        own = None if kept is None else kept.reservation
+        with out_of_memory.explained(ctx.call.plan, grad_loss_T.device, own, kept):
+            grads = gradients(grad_loss_T, operands, max_T, sum_exp_T, labels, kept, needs, ctx.call)
         return *grads, None, None, None, None
 
 

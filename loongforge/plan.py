@@ -7,9 +7,13 @@ none kept it costs one more GEMM.  What may be kept is a budget shared by all li
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
 
 from loongforge import env
 from loongforge.matmul import PIECE_ELEMENTS
@@ -18,6 +22,8 @@ from loongforge.options import LossOptions
 GENERIC_VOCAB_SPLIT_SIZE = 3072
 KEPT_MULTIPLE = 256
 """A partly kept vocabulary is cut at a multiple of this, so that the rest starts aligned."""
+DEFAULT_WIDTH, LEAST_WIDTH, FEW_CHUNKS = 8192, 4096, 3
+"""Rows of a chunk on a GPU, the fewest that are chosen, and the number of chunks that may be narrower."""
 PER_TOKEN_BYTES = 128
 """Labels, statistics and coefficients of one token in both directions."""
 _MIB = 1 << 20
@@ -39,6 +45,22 @@ class ChunkPlan:
     kept_rows: int = 0
     tokens_per_chunk: int = 0
     """Not 0: gradients are computed in forward, this many tokens at a time over the whole vocabulary."""
+    withheld_rows: int = 0
+    """Rows that the budget holds as well, but with which the peak would be at least that of all: :meth:`keeping`."""
+    kept_in_chunks: bool = False
+    """Casts or an adapter would make copies, so what is kept is multiplied chunk by chunk too."""
+    in_tiles: bool = False
+    """What is not kept is never written in forward, and in backward as a gradient in the operands' dtype."""
+    scaled: bool = False
+    """float16: every product is divided by a scale in float32."""
+    ranks_add_rounded: bool = False
+    """Other ranks' shares are added to grad_hidden, which is rounded for that beside the last chunk."""
+    ranks_add_float32: bool = False
+    """They are added to the float32 grad_hidden."""
+
+    def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
+        """Row ranges of kept logits, a product each."""
+        return list(_ranges(0, kept_rows, self.forward_width if self.kept_in_chunks else max(1, kept_rows)))
 
     def forward_chunks(self, kept_rows: int) -> Iterator[tuple[int, int]]:
         """Row ranges ``[start, stop)`` whose logits live in the reused buffer when ``kept_rows`` have their own."""
@@ -53,60 +75,109 @@ class ChunkPlan:
         return [*lost, *_ranges(max(kept_rows, self.kept_rows), self.vocab_rows, self.backward_width)]
 
     @property
+    def num_products(self) -> int:
+        """Products that grad_hidden is the sum of."""
+        of_kept = _num_ranges(self.kept_rows, self.forward_width) if self.kept_in_chunks else self.kept_rows > 0
+        return of_kept + _num_ranges(self.vocab_rows - self.kept_rows, self.backward_width)
+
+    @property
     def unfused_bytes(self) -> int:
         """One copy of the logits, which unfused training holds several times."""
-        return self.num_tokens * self.vocab_rows * self.itemsize
+        return self._logits_bytes(self.vocab_rows)
 
     @property
     def kept_bytes(self) -> int:
         """Logits that stay between forward and backward."""
-        return self.num_tokens * self.kept_rows * self.itemsize
+        return self._logits_bytes(self.kept_rows)
 
     @property
     def buffer_bytes(self) -> int:
         """The largest reused chunk of logits."""
-        return self.num_tokens * min(self._widest_chunk, self.vocab_rows - self.kept_rows) * self.itemsize
+        return self._logits_bytes(min(max(self.forward_width, self.backward_width), self.vocab_rows - self.kept_rows))
+
+    def _logits_bytes(self, rows: int) -> int:
+        return self.num_tokens * rows * self.itemsize
 
     @property
-    def _widest_chunk(self) -> int:
-        return min(max(self.forward_width, self.backward_width), self.vocab_rows)
+    def tensor_bytes(self) -> int:
+        """Most bytes of logits and gradients alive at any moment of forward and backward.
+
+        Backward lets the kept logits go before it recomputes a chunk, and rounds grad_hidden after the last one.
+        """
+        return self._most_bytes(0)
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes above the inputs at any moment of forward and backward, gradients and kept logits included.
 
-        Holds for contiguous hidden and weight of the plan's dtype.  On top come: under tensor parallelism the rounded
-        grad_hidden that travels beside the last chunk; under sequence parallelism also the gathered hidden states and
-        this rank's slice of their gradient; in float16, or where autocast casts the weight, one chunk of weight rows
-        in float32.
+        Holds for contiguous hidden and weight of the plan's dtype.  On top come: under sequence parallelism the
+        gathered hidden states and this rank's slice of their gradient; where autocast casts the weight, one chunk of
+        its rows; in code of ``torch.compile``, which holds the kept logits until the end of backward, these.
         """
-        tokens, hidden, rows = self.num_tokens, self.hidden_size, self.vocab_rows
-        wide = max(self.itemsize, 4)
+        tokens, hidden, rows, wide = self.num_tokens, self.hidden_size, self.vocab_rows, self._wide
         if self.tokens_per_chunk:
-            return self._peak_bytes_of_gradients_in_forward(wide)
+            return self._peak_bytes_of_gradients_in_forward()
         width = max(self.kept_rows, min(max(self.forward_width, self.backward_width), rows - self.kept_rows))
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(tokens * width, tokens * hidden, width * hidden))
-        operand = self.operand_itemsize
-        rounded_grad_hidden = tokens * hidden * operand if operand < wide else 0
-        rounded_chunk = tokens * self._widest_chunk * operand if operand < self.itemsize else 0
-        gradients = tokens * hidden * wide + rows * (hidden + 1) * operand
-        return (
-            self.kept_bytes
-            + max(self.buffer_bytes + rounded_chunk + scratch, rounded_grad_hidden)
-            + gradients
-            + tokens * PER_TOKEN_BYTES
-        )
+        return self._most_bytes(scratch) + rows * self.operand_itemsize + tokens * PER_TOKEN_BYTES
 
-    def _peak_bytes_of_gradients_in_forward(self, wide: int) -> int:
+    @property
+    def _wide(self) -> int:
+        """Bytes of one element of sums and statistics."""
+        return max(self.itemsize, 4)
+
+    def _most_bytes(self, scratch: int) -> int:
+        """With the ``scratch`` that a product may take on a CPU."""
+        elements, operand, wide = self.num_tokens * self.hidden_size, self.operand_itemsize, self._wide
+        is_whole = self.num_products == 1 and not (self.scaled or self.ranks_add_float32)
+        sum_hidden = elements * (operand if is_whole else wide)
+        rounded = elements * operand if not is_whole and operand < wide else 0
+        left = self.vocab_rows - self.kept_rows
+        width, itemsize = min(self.backward_width, left), operand if self.in_tiles else self.itemsize
+        chunk = self.num_tokens * width * itemsize + self._product_bytes(width, itemsize)
+        kept_width = min(self.kept_rows, self.forward_width) if self.kept_in_chunks else self.kept_rows
+        kept = self.kept_bytes + self._product_bytes(kept_width, self.itemsize)
+        if self.ranks_add_rounded:
+            kept, chunk = (kept, chunk + rounded) if left else (kept + rounded, chunk)
+        forward = self.kept_bytes + (0 if self.in_tiles else self._logits_bytes(min(self.forward_width, left)))
+        backward = sum_hidden + max(max(kept, chunk) + scratch, rounded)
+        return max(forward + scratch, backward + self.vocab_rows * self.hidden_size * operand)
+
+    def _product_bytes(self, rows: int, itemsize: int) -> int:
+        """What the products of logit gradients [T, rows] take beside these."""
+        rounded = self.num_tokens * rows * self.operand_itemsize if self.operand_itemsize < itemsize else 0
+        return rounded + (rows * self.hidden_size * self._wide if self.scaled else 0)
+
+    def _peak_bytes_of_gradients_in_forward(self) -> int:
         tokens, hidden, rows, chunk = self.num_tokens, self.hidden_size, self.vocab_rows, self.tokens_per_chunk
-        operand = self.operand_itemsize
+        operand, wide, width = self.operand_itemsize, self._wide, max(self.forward_width, self.backward_width)
         saved = rows * (hidden + 1) * wide + tokens * hidden * operand
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(chunk * rows, chunk * hidden, rows * hidden))
-        rounded_chunk = chunk * self._widest_chunk * operand if operand < self.itemsize else 0
+        rounded_chunk = chunk * min(width, rows) * operand if operand < self.itemsize else 0
         one_chunk = chunk * (rows * self.itemsize + hidden * wide + PER_TOKEN_BYTES) + rows * wide + scratch
         one_chunk += rounded_chunk
         gradients = (rows * (hidden + 1) + tokens * hidden) * operand
         return saved + max(one_chunk, gradients) + tokens * PER_TOKEN_BYTES
+
+    def keeping(self, num_bytes: int) -> ChunkPlan:
+        """This plan with the logits kept that ``num_bytes`` hold, unless keeping all takes no more at the peak.
+
+        Then only what costs nothing at the peak is kept: with more of it all logits would be both less memory and
+        less time.
+        """
+        fit = rows_that_fit(num_bytes, self.num_tokens, self.vocab_rows, self.itemsize)
+        wanted = replace(self, kept_rows=fit)
+        if fit in (0, self.vocab_rows) or wanted.tensor_bytes < self._tensor_bytes_keeping(self.vocab_rows):
+            return wanted
+        nothing, steps = self._tensor_bytes_keeping(0), range(KEPT_MULTIPLE, fit + 1, KEPT_MULTIPLE)
+        # More kept is a shorter last chunk: what is kept grows with it only beside chunks that take next to nothing.
+        beside_none = replace(self, backward_width=1)
+        rows = KEPT_MULTIPLE * bisect_right(steps, nothing, key=beside_none._tensor_bytes_keeping)
+        rows = rows if self._tensor_bytes_keeping(rows) <= nothing else 0
+        return replace(self, kept_rows=rows, withheld_rows=fit - rows)
+
+    def _tensor_bytes_keeping(self, rows: int) -> int:
+        return replace(self, kept_rows=rows).tensor_bytes
 
     @property
     def flops(self) -> int:
@@ -122,10 +193,18 @@ class ChunkPlan:
                 f"holds the gradients but not the logits ({_mib(self.unfused_bytes)})"
             )
         kept = f"{self.kept_rows} of {self.vocab_rows} vocabulary rows kept ({_mib(self.kept_bytes)})"
-        return (
+        text = (
             f"{kept}, the rest in chunks of {self.forward_width} forward and {self.backward_width} backward "
             f"({_mib(self.buffer_bytes)} buffer); one copy of the logits would be {_mib(self.unfused_bytes)}"
         )
+        if self.withheld_rows:
+            some = self._tensor_bytes_keeping(self.kept_rows + self.withheld_rows)
+            everything = self._tensor_bytes_keeping(self.vocab_rows)
+            text += (
+                f"; the budget holds {self.withheld_rows} rows more, but with them the peak would be {_mib(some)}, and "
+                f"with all rows kept {_mib(everything)}: a budget of {-(-self.unfused_bytes // _MIB)} MiB keeps all"
+            )
+        return text
 
 
 def plan_chunks(
@@ -137,34 +216,48 @@ def plan_chunks(
     kept_bytes: int = 0,
     gradients_in_forward: bool = False,
     operand_itemsize: int | None = None,
+    **traits: bool,
 ) -> ChunkPlan:
-    """Plan for ``num_tokens`` x ``vocab_rows`` logits of ``itemsize`` bytes, ``kept_bytes`` of which may stay."""
-    operand_itemsize = operand_itemsize or itemsize
-    planned = GENERIC_VOCAB_SPLIT_SIZE
-    if impl != "generic":
-        planned = _planned_width(num_tokens, hidden_size, vocab_rows, operand_itemsize)
-    return ChunkPlan(
+    """Plan for ``num_tokens`` x ``vocab_rows`` logits of ``itemsize`` bytes, ``kept_bytes`` of which may stay.
+
+    ``traits`` are the fields of :class:`ChunkPlan` that are true or false.
+    """
+    plan = ChunkPlan(
         num_tokens=num_tokens,
         hidden_size=hidden_size,
         vocab_rows=vocab_rows,
         itemsize=itemsize,
-        operand_itemsize=operand_itemsize,
-        forward_width=env.vocab_split_size(impl, "FWD") or planned,
-        backward_width=env.vocab_split_size(impl, "BWD") or planned,
-        kept_rows=rows_that_fit(kept_bytes, num_tokens, vocab_rows, itemsize),
+        operand_itemsize=operand_itemsize or itemsize,
+        forward_width=GENERIC_VOCAB_SPLIT_SIZE,
+        backward_width=GENERIC_VOCAB_SPLIT_SIZE,
         tokens_per_chunk=tokens_per_chunk(impl, num_tokens, hidden_size, vocab_rows) if gradients_in_forward else 0,
+        **traits,
     )
+    if impl != "generic":
+        plan = _in_planned_chunks(plan)
+    forward, backward = env.vocab_split_size(impl, "FWD"), env.vocab_split_size(impl, "BWD")
+    if forward or backward:
+        forward, backward = forward or plan.forward_width, backward or plan.backward_width
+        plan = replace(plan, forward_width=forward, backward_width=backward)
+    return plan.keeping(kept_bytes) if kept_bytes else plan
 
 
-def _planned_width(num_tokens: int, hidden_size: int, vocab_rows: int, itemsize: int) -> int:
-    """Chunk width on a GPU (measured on an H200, ``docs/performance.md``).
+@lru_cache(maxsize=256)  # the host computes it before the first product is under way
+def _in_planned_chunks(plan: ChunkPlan) -> ChunkPlan:
+    """With the chunk width for a GPU (measured on an H200, ``docs/performance.md``).
 
-    8192 rows, and more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle.  One
-    chunk for the whole vocabulary needs no float32 grad_hidden, so it is taken where it costs no more than that.
+    8192 rows, and more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle.  Where
+    that makes few chunks, narrower ones add few passes over grad_hidden: they are then no wider than what rounding
+    it takes at the end.  One chunk for the whole vocabulary needs no float32 grad_hidden, so it is taken where the
+    peak is no higher for it.
     """
-    width = max(8192, (1 << 26) // max(1, num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE)
-    accumulator = hidden_size * 4 if itemsize < 4 else 0
-    return vocab_rows if vocab_rows * itemsize <= width * itemsize + accumulator else width
+    by_tokens = (1 << 26) // max(1, plan.num_tokens) // KEPT_MULTIPLE * KEPT_MULTIPLE
+    width = max(DEFAULT_WIDTH, by_tokens)
+    if plan.vocab_rows <= FEW_CHUNKS * DEFAULT_WIDTH and plan.operand_itemsize < 4:
+        rounding = plan.hidden_size * plan.operand_itemsize // plan.itemsize // KEPT_MULTIPLE * KEPT_MULTIPLE
+        width = min(width, max(LEAST_WIDTH, by_tokens, rounding))
+    chunks, whole = (replace(plan, forward_width=w, backward_width=w) for w in (width, max(1, plan.vocab_rows)))
+    return whole if whole.tensor_bytes <= chunks.tensor_bytes else chunks
 
 
 def tokens_per_chunk(impl: str, num_tokens: int, hidden_size: int, vocab_rows: int) -> int:
@@ -194,6 +287,10 @@ def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, stop)
 
 
+def _num_ranges(length: int, step: int) -> int:
+    return -(-length // step)
+
+
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / _MIB:.1f} MiB"
 
@@ -201,18 +298,47 @@ def _mib(num_bytes: int) -> str:
 class Reservation:
     """Bytes granted to one call, for logits or for gradients; given back when the last reference to it goes."""
 
-    def __init__(self, budget: LogitsBudget, num_bytes: int, for_gradients: bool = False) -> None:
+    def __init__(self, budget: LogitsBudget, num_bytes: int, plan: ChunkPlan | None) -> None:
         self._budget = budget
         self.num_bytes = num_bytes
-        self.for_gradients = for_gradients
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of kept logits."""
-        return 0 if self.for_gradients else self.num_bytes
+        self.plan = plan
+        """What keeps these bytes of logits; None where gradients are computed in forward."""
 
     def __del__(self) -> None:
         self._budget.release(self.num_bytes)
+
+
+@dataclass
+class KeptLogits:
+    """Logits [T, kept rows] that stay between forward and backward, and their share of the budget.
+
+    Backward takes the logits out and is then the only one to hold them, so that they are gone as soon as it has used
+    them up; the share is given back with the last reference to this object.
+    """
+
+    logits: torch.Tensor | None
+    reservation: Reservation | None = None
+
+    @classmethod
+    def of(cls, logits: torch.Tensor | None, reservation: Reservation | None) -> KeptLogits | None:
+        """None where nothing is kept."""
+        return None if logits is None or reservation is None else cls(logits, reservation)
+
+    @property
+    def num_rows(self) -> int:
+        """Vocabulary rows, 0 once they are taken."""
+        return 0 if self.logits is None else self.logits.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """What this object keeps alive."""
+        return 0 if self.logits is None else self.logits.nbytes
+
+    def take(self) -> torch.Tensor:
+        """Once."""
+        logits, self.logits = self.logits, None
+        assert logits is not None
+        return logits
 
 
 class LogitsBudget:
@@ -234,29 +360,23 @@ class LogitsBudget:
             self._granted -= self._returned.popleft()
         return self._granted
 
-    def reserve(
-        self,
-        options: LossOptions,
-        num_tokens: int,
-        vocab_rows: int,
-        itemsize: int,
-        gradient_bytes: int | None = None,
-    ) -> Reservation:
+    def reserve(self, options: LossOptions, plan: ChunkPlan, gradient_bytes: int | None = None) -> Reservation:
         """Grant what makes the call fastest within the budget of ``options`` or the environment.
 
         All logits (6THV operations in all); else ``gradient_bytes`` for gradients computed in forward (also 6THV;
-        None: not possible in this call); else as many whole vocabulary rows of logits as fit (6THV to 8THV).
+        None: not possible in this call); else as many whole vocabulary rows of logits as fit (6THV to 8THV), except
+        where :meth:`ChunkPlan.keeping` leaves some out.
         """
         limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
-        wanted = num_tokens * vocab_rows * itemsize
+        wanted = plan.unfused_bytes
         with self._lock:
             in_use = self._settle()
             free = wanted if limit == "all" else max(0, int(limit) * _MIB - in_use)
             if free < wanted and gradient_bytes is not None and gradient_bytes <= free:
-                reservation = Reservation(self, gradient_bytes, for_gradients=True)
+                reservation = Reservation(self, gradient_bytes, None)
             else:
-                rows = rows_that_fit(min(wanted, free), num_tokens, vocab_rows, itemsize)
-                reservation = Reservation(self, rows * num_tokens * itemsize)
+                plan = plan.keeping(free)
+                reservation = Reservation(self, plan.kept_bytes, plan)
             self._granted += reservation.num_bytes
         return reservation
 

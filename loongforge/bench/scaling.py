@@ -85,7 +85,7 @@ class Step:
         """Name, seconds, and seconds of products beside it."""
         tokens, rows = self.shape.tokens, self.shape.vocab / self.ranks
         hidden_bytes = BYTES * tokens * self.shape.hidden
-        plan = plan_chunks("triton", tokens, self.shape.hidden, int(rows), BYTES)
+        plan = plan_chunks("triton", tokens, self.shape.hidden, int(rows), BYTES, ranks_add_rounded=self.ranks > 1)
         first, last = plan.backward_chunks(0)[0], plan.backward_chunks(0)[-1]
         last_rows = rows if self.kept else last[1] - last[0]
         exchange = machine.collective(4.0 * STATISTICS * tokens * self.ranks, self.ranks)

@@ -16,7 +16,7 @@ from loongforge.loss import build_options
 from loongforge.operators import Computation, Operators, constants
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.per_token import KeptLogits
+from loongforge.plan import KeptLogits
 
 HEAD_OPTIONS = ("softcap", "logit_scale", "vocab_size", "tp_group", "sequence_parallel", "fp32_logits", "impl")
 """Fields of LossOptions that every output takes."""
@@ -84,9 +84,8 @@ class _PerToken(torch.autograd.Function):
         operands, saved = tensors[:num_operands], tensors[num_operands:]
         sharded.require_unchanged(ctx.computation.names(), operands, ctx.shapes)
         kept, ctx.kept = ctx.kept, None
-        logits, needs = None if kept is None else kept.logits, ctx.needs_input_grad[2:5]
         with torch.autocast(operands[0].device.type, enabled=False):
-            found = ctx.computation.gradients(grads, operands, saved, logits, needs, ctx.call)
+            found = ctx.computation.gradients(grads, operands, saved, kept, ctx.needs_input_grad[2:5], ctx.call)
         return None, None, *found, *[None] * (num_operands - 3)
 
 

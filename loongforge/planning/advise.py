@@ -32,8 +32,8 @@ def rows(layer: Layer, rates: Rates | None, with_tiles: bool) -> list[Row]:
 
 
 def row(layer: Layer, budget_mb: int | str, rates: Rates | None, with_tiles: bool) -> Row:
-    plan = layer.plan(budget_mb)
-    time_ms = None if rates is None else rates.milliseconds(Work.of(plan, with_tiles))
+    plan = layer.plan(budget_mb, with_tiles)
+    time_ms = None if rates is None else rates.milliseconds(Work.of(plan))
     return Row(budget_mb, plan, peak_bytes(layer, plan), time_ms)
 
 

@@ -31,11 +31,11 @@ class OwnRow:
 
     @cached_property
     def plan(self) -> ChunkPlan:
-        return self.layer.plan(self.budget_mb)
+        return self.layer.plan(self.budget_mb, has_tiles(DEVICES[MEASURED]))
 
     @property
     def work(self) -> Work:
-        return Work.of(self.plan, has_tiles(DEVICES[MEASURED]))
+        return Work.of(self.plan)
 
     @property
     def peak_bytes(self) -> int:

@@ -10,6 +10,7 @@ hardware and no time is given.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ class Layer:
         """One copy of the logits."""
         return self.shape.tokens * self.shape.vocab * self.itemsize
 
-    def plan(self, budget_mb: int | str) -> ChunkPlan:
+    def plan(self, budget_mb: int | str, with_tiles: bool) -> ChunkPlan:
         """What a call with this budget alone in its process would do."""
         tokens, hidden, vocab = self.shape.tokens, self.shape.hidden, self.shape.vocab
         saved = None
@@ -56,10 +57,18 @@ class Layer:
             )
             saved = gradient_bytes(hidden_TH, weight_VH, None)
         options = LossOptions(logits_budget_mb=budget_mb)
-        granted = LogitsBudget().reserve(options, tokens, vocab, self.itemsize, saved)
-        return plan_chunks(
-            IMPLEMENTATION, tokens, hidden, vocab, self.itemsize, granted.logits_bytes, granted.for_gradients
+        plan_for = partial(
+            plan_chunks,
+            IMPLEMENTATION,
+            tokens,
+            hidden,
+            vocab,
+            self.itemsize,
+            in_tiles=with_tiles,
+            scaled=self.dtype == torch.float16,
+            ranks_add_rounded=self.tensor_parallel > 1,
         )
+        return LogitsBudget().reserve(options, plan_for(), saved).plan or plan_for(gradients_in_forward=True)
 
 
 def peak_bytes(layer: Layer, plan: ChunkPlan) -> int:
@@ -72,22 +81,8 @@ def peak_bytes(layer: Layer, plan: ChunkPlan) -> int:
         in_chunk += rows * hidden * wide if scaled else 0
         saved = rows * hidden * wide + tokens * hidden * (wide if scaled else itemsize)
         return saved + max(in_chunk, gradients)
-    one_product = num_products(plan) == 1 and not scaled
-    sum_hidden = tokens * hidden * (itemsize if one_product else wide)
-    rounded = 0 if one_product or wide == itemsize else tokens * hidden * itemsize
-    widest = max(plan.kept_rows, min(plan.backward_width, rows - plan.kept_rows))
-    in_loop = plan.buffer_bytes + (widest * hidden * wide if scaled else 0)
-    fixed = plan.kept_bytes + rows * hidden * itemsize + sum_hidden
-    if layer.tensor_parallel == 1:
-        return fixed + max(in_loop, rounded)
-    # The ranks' sum starts before the last product of grad_weight, so its operand stands beside the last chunk.
     gathered = tokens * hidden * itemsize if layer.sequence_parallel else 0
-    return fixed + in_loop + rounded + gathered + gathered // layer.tensor_parallel
-
-
-def num_products(plan: ChunkPlan) -> int:
-    """Products that grad_hidden is the sum of."""
-    return -(-(plan.vocab_rows - plan.kept_rows) // plan.backward_width) + (plan.kept_rows > 0)
+    return plan.tensor_bytes + gathered + gathered // layer.tensor_parallel
 
 
 TORCH = "torch, loss in float32"
@@ -121,10 +116,10 @@ class Work:
     num_bytes: float
 
     @classmethod
-    def of(cls, plan: ChunkPlan, with_tiles: bool) -> Work:
+    def of(cls, plan: ChunkPlan) -> Work:
         """Tile kernels take the logits that are not kept, twice; the library's products and row kernels the rest."""
         tokens, hidden, rows = plan.num_tokens, plan.hidden_size, plan.vocab_rows
-        in_tiles = rows - plan.kept_rows if with_tiles and not plan.tokens_per_chunk else 0
+        in_tiles = rows - plan.kept_rows if plan.in_tiles and not plan.tokens_per_chunk else 0
         tile_flops = 4 * tokens * hidden * in_tiles
         row_kernels = 3 * tokens * (rows - in_tiles) * plan.itemsize  # one read, then one read and one write
         return cls(plan.flops - tile_flops, tile_flops, tokens * in_tiles, row_kernels + _bytes_of_sums(plan))
@@ -136,7 +131,7 @@ def _bytes_of_sums(plan: ChunkPlan) -> int:
     if plan.tokens_per_chunk:
         num_chunks = -(-plan.num_tokens // plan.tokens_per_chunk)
         return num_chunks * plan.vocab_rows * plan.hidden_size * 2 * wide
-    products, elements = num_products(plan), plan.num_tokens * plan.hidden_size
+    products, elements = plan.num_products, plan.num_tokens * plan.hidden_size
     return elements * (plan.itemsize if products == 1 else products * 2 * wide)
 
 

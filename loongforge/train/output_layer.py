@@ -27,8 +27,10 @@ def describe_output_layer(config: TrainConfig, vocab_size: int, device: torch.de
         return f"{head}\n  Megatron's {name} loss over materialised logits, one copy is {copy:.1f} MiB"
     options = LossOptions()
     choice = choose(device, options, dtype)
-    granted = logits_budget.reserve(options, num_tokens, rows, dtype.itemsize).num_bytes
-    plan = plan_chunks(choice.impl, num_tokens, config.model.hidden_size, rows, dtype.itemsize, granted)
+    plan = plan_chunks(
+        choice.impl, num_tokens, config.model.hidden_size, rows, dtype.itemsize, ranks_add_rounded=tp > 1
+    )
+    plan = logits_budget.reserve(options, plan).plan or plan
     saved = (plan.unfused_bytes - plan.kept_bytes - plan.buffer_bytes) / _MIB
     return (
         f"{head}\n  implementation: {choice}\n  plan: {plan.explain()}\n"

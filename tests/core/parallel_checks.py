@@ -317,22 +317,19 @@ def memory_of_one_rank(world):
     tokens, hidden, vocab = 400, 64, 8000
     rows = vocab // world.size
     inputs = make_inputs(tokens, hidden, vocab)
-    stated = plan_chunks("generic", tokens, hidden, rows, 4).peak_bytes
-    for sequence_parallel in (False, True):
+    for sequence_parallel, budget in ((False, 0), (True, 0), (False, 2), (True, 2), (False, "all"), (True, "all")):
+        kept = budget << 20 if budget != "all" else 4 * tokens * rows
+        stated = plan_chunks("generic", tokens, hidden, rows, 4, kept, ranks_add_rounded=True).peak_bytes
         local = shard(world, "world", inputs, sequence_parallel)
 
-        def forward_and_backward(local=local, sequence_parallel=sequence_parallel):
-            linear_cross_entropy(
-                local.hidden,
-                local.weight,
-                local.target,
-                tp_group=world.groups["world"][0],
-                sequence_parallel=sequence_parallel,
-            ).backward()
+        options = {"tp_group": world.groups["world"][0], "sequence_parallel": sequence_parallel}
+
+        def forward_and_backward(local=local, options=options, budget=budget):
+            linear_cross_entropy(*local.tensors, local.target, logits_budget_mb=budget, **options).backward()
 
         measured = record_allocations(forward_and_backward)
         extra = 4 * tokens * hidden * (1 + 1 / world.size) if sequence_parallel else 0
-        assert measured.largest <= 4 * max(tokens * min(3072, rows), tokens * hidden, rows * hidden)
+        assert measured.largest <= max(kept, 4 * max(tokens * min(3072, rows), tokens * hidden, rows * hidden))
         assert measured.peak <= stated + extra, (measured.peak, stated, extra)
 
 

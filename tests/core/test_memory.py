@@ -242,6 +242,7 @@ def test_no_budget_is_taken_without_gradients():
 def test_a_collection_inside_reserve_does_not_deadlock():
     """A graph in a reference cycle may be collected at any allocation, also while the budget is being counted."""
     budget, options = LogitsBudget(), LossOptions(logits_budget_mb="all")
+    plan = plan_chunks("generic", 4, 8, 256, 4)
 
     class Cycle:
         pass
@@ -251,7 +252,7 @@ def test_a_collection_inside_reserve_does_not_deadlock():
     try:
         for _ in range(50):
             cycle = Cycle()
-            cycle.self, cycle.reservation = cycle, budget.reserve(options, 4, 256, 4)
+            cycle.self, cycle.reservation = cycle, budget.reserve(options, plan)
             del cycle
     finally:
         gc.set_threshold(*threshold)
@@ -287,7 +288,10 @@ def test_plan_of_nothing(kept):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("budget", (2, "all"))
 def test_compiled_code_takes_no_more_memory_than_eager_code(budget, dtype, monkeypatch):
-    """Kept logits become their gradient in place, with static sizes and with dynamic ones."""
+    """Kept logits become their gradient in place, with static sizes and with dynamic ones.
+
+    But they are an operator's input, which lives on beside the chunks that are recomputed.
+    """
     for name in ("matmul.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
         monkeypatch.setattr(f"loongforge.{name}", 1 << 15)
     torch.compiler.reset()
@@ -306,4 +310,5 @@ def test_compiled_code_takes_no_more_memory_than_eager_code(budget, dtype, monke
                 inputs.hidden.grad = inputs.weight.grad = None
 
             peaks.append(record_allocations(run).peak)
-        assert peaks[1] <= 1.01 * peaks[2], peaks
+        kept = 0 if budget == "all" else (budget << 20) + 256 * tokens * dtype.itemsize
+        assert peaks[1] <= 1.01 * peaks[2] + kept, peaks
