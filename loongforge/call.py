@@ -234,8 +234,9 @@ def prepare_call(
     )  # fmt: skip
     plan, reservation = plan_for(), None
     if needs_grad and not _will_be_run_again():
-        reservation = logits_budget.reserve(options, plan, gradient_bytes)
-        plan = reservation.plan or plan_for(gradients_in_forward=True)
+        in_forward = None if gradient_bytes is None else plan_for(gradients_in_forward=True)
+        reservation = logits_budget.reserve(options, plan, in_forward, gradient_bytes or 0)
+        plan = reservation.plan
     return Call(
         options=options,
         parallel=parallel,

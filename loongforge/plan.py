@@ -114,12 +114,13 @@ class ChunkPlan:
         gathered hidden states and this rank's slice of their gradient; where autocast casts the weight, one chunk of
         its rows; in code of ``torch.compile``, which holds the kept logits until the end of backward, these.
         """
-        tokens, hidden, rows, wide = self.num_tokens, self.hidden_size, self.vocab_rows, self._wide
-        if self.tokens_per_chunk:
-            return self._peak_bytes_of_gradients_in_forward()
+        hidden, rows, wide = self.hidden_size, self.vocab_rows, self._wide
+        tokens = self.tokens_per_chunk or self.num_tokens
         width = max(self.kept_rows, min(max(self.forward_width, self.backward_width), rows - self.kept_rows))
+        width = rows if self.tokens_per_chunk else width
         scratch = 3 * wide * min(PIECE_ELEMENTS, max(tokens * width, tokens * hidden, width * hidden))
-        return self._most_bytes(scratch) + rows * self.operand_itemsize + tokens * PER_TOKEN_BYTES
+        bias = rows * (2 * wide if self.tokens_per_chunk else self.operand_itemsize)
+        return self._most_bytes(scratch) + bias + (self.num_tokens + self.tokens_per_chunk) * PER_TOKEN_BYTES
 
     @property
     def _wide(self) -> int:
@@ -128,6 +129,8 @@ class ChunkPlan:
 
     def _most_bytes(self, scratch: int) -> int:
         """With the ``scratch`` that a product may take on a CPU."""
+        if self.tokens_per_chunk:
+            return self._most_bytes_with_gradients_in_forward(scratch)
         elements, operand, wide = self.num_tokens * self.hidden_size, self.operand_itemsize, self._wide
         is_whole = self.num_products == 1 and not (self.scaled or self.ranks_add_float32)
         sum_hidden = elements * (operand if is_whole else wide)
@@ -148,16 +151,13 @@ class ChunkPlan:
         rounded = self.num_tokens * rows * self.operand_itemsize if self.operand_itemsize < itemsize else 0
         return rounded + (rows * self.hidden_size * self._wide if self.scaled else 0)
 
-    def _peak_bytes_of_gradients_in_forward(self) -> int:
-        tokens, hidden, rows, chunk = self.num_tokens, self.hidden_size, self.vocab_rows, self.tokens_per_chunk
-        operand, wide, width = self.operand_itemsize, self._wide, max(self.forward_width, self.backward_width)
-        saved = rows * (hidden + 1) * wide + tokens * hidden * operand
-        scratch = 3 * wide * min(PIECE_ELEMENTS, max(chunk * rows, chunk * hidden, rows * hidden))
-        rounded_chunk = chunk * min(width, rows) * operand if operand < self.itemsize else 0
-        one_chunk = chunk * (rows * self.itemsize + hidden * wide + PER_TOKEN_BYTES) + rows * wide + scratch
-        one_chunk += rounded_chunk
-        gradients = (rows * (hidden + 1) + tokens * hidden) * operand
-        return saved + max(one_chunk, gradients) + tokens * PER_TOKEN_BYTES
+    def _most_bytes_with_gradients_in_forward(self, scratch: int) -> int:
+        """A chunk of tokens, with all of its logits, beside the gradients' sums, or the gradients beside these."""
+        weight, tokens_TH = self.vocab_rows * self.hidden_size, self.num_tokens * self.hidden_size
+        chunk = replace(self, num_tokens=self.tokens_per_chunk, tokens_per_chunk=0, kept_rows=self.vocab_rows)
+        in_chunk = chunk._most_bytes(scratch) - weight * self.operand_itemsize  # into the sum instead
+        sums = weight * self._wide + tokens_TH * (self._wide if self.scaled else self.operand_itemsize)
+        return sums + max(in_chunk, (weight + tokens_TH) * self.operand_itemsize)
 
     def keeping(self, num_bytes: int) -> ChunkPlan:
         """This plan with the logits kept that ``num_bytes`` hold, unless keeping all takes no more at the peak.
@@ -298,11 +298,11 @@ def _mib(num_bytes: int) -> str:
 class Reservation:
     """Bytes granted to one call, for logits or for gradients; given back when the last reference to it goes."""
 
-    def __init__(self, budget: LogitsBudget, num_bytes: int, plan: ChunkPlan | None) -> None:
+    def __init__(self, budget: LogitsBudget, num_bytes: int, plan: ChunkPlan) -> None:
         self._budget = budget
         self.num_bytes = num_bytes
         self.plan = plan
-        """What keeps these bytes of logits; None where gradients are computed in forward."""
+        """What these bytes make of the plan that was asked for."""
 
     def __del__(self) -> None:
         self._budget.release(self.num_bytes)
@@ -360,24 +360,27 @@ class LogitsBudget:
             self._granted -= self._returned.popleft()
         return self._granted
 
-    def reserve(self, options: LossOptions, plan: ChunkPlan, gradient_bytes: int | None = None) -> Reservation:
+    def reserve(
+        self, options: LossOptions, plan: ChunkPlan, in_forward: ChunkPlan | None = None, gradient_bytes: int = 0
+    ) -> Reservation:
         """Grant what makes the call fastest within the budget of ``options`` or the environment.
 
-        All logits (6THV operations in all); else ``gradient_bytes`` for gradients computed in forward (also 6THV;
-        None: not possible in this call); else as many whole vocabulary rows of logits as fit (6THV to 8THV), except
-        where :meth:`ChunkPlan.keeping` leaves some out.
+        All logits (6THV operations in all); else ``gradient_bytes`` for gradients computed in forward (also 6THV), if
+        there is a plan for them that takes less memory than all logits; else as many whole vocabulary rows of logits
+        as fit (6THV to 8THV), except where :meth:`ChunkPlan.keeping` leaves some out.
         """
         limit = options.logits_budget_mb if options.logits_budget_mb is not None else env.logits_budget_mb()
         wanted = plan.unfused_bytes
         with self._lock:
             in_use = self._settle()
             free = wanted if limit == "all" else max(0, int(limit) * _MIB - in_use)
-            if free < wanted and gradient_bytes is not None and gradient_bytes <= free:
-                reservation = Reservation(self, gradient_bytes, None)
-            else:
-                plan = plan.keeping(free)
-                reservation = Reservation(self, plan.kept_bytes, plan)
-            self._granted += reservation.num_bytes
+            granted = plan.keeping(free)
+            num_bytes = granted.kept_bytes
+            other = in_forward if gradient_bytes <= free < wanted else None
+            if other is not None and other.tensor_bytes < plan.keeping(wanted).tensor_bytes:
+                granted, num_bytes = other, gradient_bytes
+            reservation = Reservation(self, num_bytes, granted)
+            self._granted += num_bytes
         return reservation
 
     def release(self, num_bytes: int) -> None:

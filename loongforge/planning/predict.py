@@ -49,14 +49,6 @@ class Layer:
     def plan(self, budget_mb: int | str, with_tiles: bool) -> ChunkPlan:
         """What a call with this budget alone in its process would do."""
         tokens, hidden, vocab = self.shape.tokens, self.shape.hidden, self.shape.vocab
-        saved = None
-        if self.reduction != "none" and self.tensor_parallel == 1:
-            hidden_TH, weight_VH = (
-                torch.empty(size, hidden, dtype=self.dtype, device="meta", requires_grad=True)
-                for size in (tokens, vocab)
-            )
-            saved = gradient_bytes(hidden_TH, weight_VH, None)
-        options = LossOptions(logits_budget_mb=budget_mb)
         plan_for = partial(
             plan_chunks,
             IMPLEMENTATION,
@@ -68,20 +60,19 @@ class Layer:
             scaled=self.dtype == torch.float16,
             ranks_add_rounded=self.tensor_parallel > 1,
         )
-        return LogitsBudget().reserve(options, plan_for(), saved).plan or plan_for(gradients_in_forward=True)
+        saved, in_forward = 0, None
+        if self.reduction != "none" and self.tensor_parallel == 1:
+            hidden_TH, weight_VH = (
+                torch.empty(size, hidden, dtype=self.dtype, device="meta", requires_grad=True)
+                for size in (tokens, vocab)
+            )
+            saved, in_forward = gradient_bytes(hidden_TH, weight_VH, None), plan_for(gradients_in_forward=True)
+        return LogitsBudget().reserve(LossOptions(logits_budget_mb=budget_mb), plan_for(), in_forward, saved).plan
 
 
 def peak_bytes(layer: Layer, plan: ChunkPlan) -> int:
     """Most bytes above the inputs during forward and backward, both gradients included."""
-    tokens, hidden, rows, itemsize = plan.num_tokens, plan.hidden_size, plan.vocab_rows, plan.itemsize
-    wide, scaled = max(itemsize, 4), layer.dtype == torch.float16
-    gradients = (tokens + rows) * hidden * itemsize
-    if plan.tokens_per_chunk:
-        in_chunk = plan.tokens_per_chunk * (rows * itemsize + hidden * (wide if scaled else itemsize))
-        in_chunk += rows * hidden * wide if scaled else 0
-        saved = rows * hidden * wide + tokens * hidden * (wide if scaled else itemsize)
-        return saved + max(in_chunk, gradients)
-    gathered = tokens * hidden * itemsize if layer.sequence_parallel else 0
+    gathered = plan.num_tokens * plan.hidden_size * layer.itemsize if layer.sequence_parallel else 0
     return plan.tensor_bytes + gathered + gathered // layer.tensor_parallel
 
 

@@ -30,7 +30,7 @@ def describe_output_layer(config: TrainConfig, vocab_size: int, device: torch.de
     plan = plan_chunks(
         choice.impl, num_tokens, config.model.hidden_size, rows, dtype.itemsize, ranks_add_rounded=tp > 1
     )
-    plan = logits_budget.reserve(options, plan).plan or plan
+    plan = logits_budget.reserve(options, plan).plan
     saved = (plan.unfused_bytes - plan.kept_bytes - plan.buffer_bytes) / _MIB
     return (
         f"{head}\n  implementation: {choice}\n  plan: {plan.explain()}\n"

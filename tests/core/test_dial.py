@@ -225,6 +225,21 @@ def test_chunk_widths_on_a_gpu():
     assert width(16384, 7168, 16160, 4, operand_itemsize=2) == 4096
 
 
+@pytest.mark.parametrize(("sizes", "pays"), (((8192, 2048, 128256), True), ((6000, 2048, 128256), False)))
+def test_gradients_in_forward_take_less_than_all_logits_or_are_not_computed(sizes, pays):
+    """4096 tokens of 6000 with all their logits beside the sums are more than the logits of 6000."""
+    tokens, hidden, vocab = sizes
+    plan, in_forward = (plan_chunks("triton", *sizes, 2, gradients_in_forward=x) for x in (False, True))
+    gradient_bytes, taken = 4 * vocab * hidden + 2 * tokens * hidden, set()
+    everything = plan.keeping(plan.unfused_bytes)
+    for limit in range(0, plan.unfused_bytes // MIB, 32):
+        reservation = LogitsBudget().reserve(LossOptions(logits_budget_mb=limit), plan, in_forward, gradient_bytes)
+        assert reservation.plan.tensor_bytes < everything.tensor_bytes
+        taken.add(reservation.plan.tokens_per_chunk > 0)
+        assert reservation.num_bytes in (reservation.plan.kept_bytes, gradient_bytes)
+    assert pays in taken and (pays or len(taken) == 1)
+
+
 @pytest.mark.parametrize("limit", (0, 100, 378, 400, 504, 505, 600, "all"))
 def test_only_what_is_kept_is_reserved(limit):
     plan = plan_chunks("triton", *HEADS["dsv3-tp8"], 2)
