@@ -4,8 +4,8 @@ Dynamo traces :func:`loongforge.linear_cross_entropy` as far as :func:`losses` (
 :func:`loongforge.outputs.common.per_token`) and puts one operator into its graph, the backward of which is a second
 one.  Inside they are the eager code.  Three things differ from it: kept logits are an output, so their number is fixed
 when the graph is made (the budget is each call's own, not the process's); backward overwrites a copy of them, for a
-backward that runs twice (inductor makes it in their own place, since nobody reads them again); gradients are not
-computed in forward.
+backward that runs twice (inductor makes it in their own place, since nobody reads them again), which lives until it
+has run, beside the chunks that it recomputes; gradients are not computed in forward.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ def _plain(row: Row, floor: float | None) -> dict[str, Any]:
     return {
         "budget_mb": row.budget_mb,
         "kept_rows": plan.kept_rows,
+        "withheld_rows": plan.withheld_rows,
         "kept_share": plan.kept_rows / plan.vocab_rows,
         "gradients_in_forward": in_forward,
         "chunk_rows": {"forward": plan.forward_width, "backward": plan.backward_width},
@@ -155,6 +156,10 @@ def _table(report: dict[str, Any]) -> list[str]:
             f"{row['budget_mb']:>10} {kept:>6} {row['peak_mib']:9.0f} {row['thv']:5.2f}THV {row['flops'] / 1e12:7.2f}"
         )
         lines.append(line + (f" {row['time_ms']:8.1f} {row['x_three_gemms']:10.2f}" if timed else ""))
+    if any(row["withheld_rows"] for row in report["budgets"]):
+        lines.append(
+            "fewer rows are kept than some budgets hold: at the peak these would take as much memory as keeping all"
+        )
     if any(row["gradients_in_forward"] for row in report["budgets"]):
         lines.append("kept = tokens: gradients are computed in forward, a chunk of tokens at a time")
     return lines

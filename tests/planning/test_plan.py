@@ -214,6 +214,8 @@ def test_text_and_json_say_the_same(capsys):
         assert f"{row['peak_mib']:9.0f} {row['thv']:5.2f}THV {row['flops'] / 1e12:7.2f} {row['time_ms']:8.1f}" in text
     best = report["recommended"]
     assert best["budget_mb"] == "all" and f"LCE_LOGITS_BUDGET_MB=all ({best['peak_mib']:.0f} MiB" in text
+    assert [row["withheld_rows"] for row in report["budgets"]] == [0, 1792, 3840, 7936, 12032, 0]
+    assert "fewer rows are kept than some budgets hold" in text
     assert "16160 on each of 8 ranks" in text and "fitted to measurements on one H200" in text
 
 
