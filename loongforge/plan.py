@@ -128,7 +128,10 @@ class ChunkPlan:
         return max(self.itemsize, 4)
 
     def _most_bytes(self, scratch: int) -> int:
-        """With the ``scratch`` that a product may take on a CPU."""
+        """The largest moment: forward at a chunk; backward over what is kept, at a chunk, and as it rounds grad_hidden.
+
+        A product may take ``scratch`` on a CPU.
+        """
         if self.tokens_per_chunk:
             return self._most_bytes_with_gradients_in_forward(scratch)
         elements, operand, wide = self.num_tokens * self.hidden_size, self.operand_itemsize, self._wide
@@ -230,7 +233,6 @@ def plan_chunks(
         operand_itemsize=operand_itemsize or itemsize,
         forward_width=GENERIC_VOCAB_SPLIT_SIZE,
         backward_width=GENERIC_VOCAB_SPLIT_SIZE,
-        tokens_per_chunk=tokens_per_chunk(impl, num_tokens, hidden_size, vocab_rows) if gradients_in_forward else 0,
         **traits,
     )
     if impl != "generic":
@@ -239,6 +241,8 @@ def plan_chunks(
     if forward or backward:
         forward, backward = forward or plan.forward_width, backward or plan.backward_width
         plan = replace(plan, forward_width=forward, backward_width=backward)
+    if gradients_in_forward:
+        return replace(plan, tokens_per_chunk=tokens_per_chunk(impl, num_tokens, hidden_size, vocab_rows))
     return plan.keeping(kept_bytes) if kept_bytes else plan
 
 

@@ -223,6 +223,7 @@ def test_chunk_widths_on_a_gpu():
     assert width(16384, 7168, 14336, scaled=True) == 7168, "the sum is float32 in any case"
     assert width(16384, 7168, 16160, 4) == 8192 and width(16384, 7168, 8192, 4) == 8192
     assert width(16384, 7168, 16160, 4, operand_itemsize=2) == 4096
+    assert width(8192, 2048, 128256, gradients_in_forward=True, kept_in_chunks=True) == 8192, "copies of that many rows"
 
 
 @pytest.mark.parametrize(("sizes", "pays"), (((8192, 2048, 128256), True), ((6000, 2048, 128256), False)))
