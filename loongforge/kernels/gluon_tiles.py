@@ -1,6 +1,6 @@
 """The tile kernels of :mod:`loongforge.kernels.triton_tiles` with specialised warps, in Gluon, for Hopper.
 
-A program is three groups of warps around a ring of shared-memory stages.  One warp loads tiles of hidden and weight
+A program is a ring of shared-memory stages and groups of warps around it.  One warp loads tiles of hidden and weight
 with the tensor memory accelerator; two warpgroups take 64 of the 128 rows of a tile each, multiply what has arrived
 and work on the result.  The loading warp runs ahead through every epilogue, so that the tensor cores find the next
 tile's operands waiting: what the plain Triton kernels lose between two tiles (``docs/performance.md``).
@@ -9,6 +9,13 @@ tile's operands waiting: what the plain Triton kernels lose between two tiles (`
     free[stage]:  both warpgroups have finished reading it  (2 arrivals)
 
 Step ``i`` of all tiles uses stage ``i % STAGES`` and phase ``i // STAGES % 2`` of its barriers.
+
+A warpgroup holds its part of a tile in accumulators of 128 columns: three for the statistics of plain logits, since a
+wider tile loads less per product and what moves operands takes power from the clock; two where gradients or options
+need the registers.
+
+A block's first four warps do nothing.  They would wait for each other at barrier 0, which racecheck takes for a
+barrier of the whole block (``docs/performance.md``); other warps have barriers with numbers of their own.
 
 Gluon is an experimental part of Triton: ``dispatch.py`` says with which versions this file is used.
 """
@@ -23,13 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from loongforge.kernels.triton_rows import _float_from_bits, _gradient
-from loongforge.kernels.triton_tiles import TritonTileKernels, _store_statistics, _tile_position
+from loongforge.kernels.triton_rows import _float_from_bits, _gradient, _transform
+from loongforge.kernels.triton_tiles import TritonTileKernels, _exponentials, _tile_position, _weighted_tile
 
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
 _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -37,38 +43,54 @@ _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 WARPGROUPS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of one tensor core instruction
 BLOCK_T = gl.constexpr(128)
-BLOCK_C = gl.constexpr(256)
+COLUMNS = gl.constexpr(128)  # of an accumulator, and of one instruction
 BLOCK_H = gl.constexpr(32)  # half of the widest swizzle: more and shorter stages, which is faster
-HALF_C = gl.constexpr(128)  # stored at a time, so that the staging buffer fits beside the ring
-STATISTICS_STAGES = gl.constexpr(9)  # as many as shared memory holds
-GRADIENT_STAGES = gl.constexpr(8)  # beside the staging buffers
+WIDE = gl.constexpr(3)  # accumulators
+NARROW = gl.constexpr(2)
+WIDE_STAGES = gl.constexpr(7)  # as many as shared memory holds
+NARROW_STAGES = gl.constexpr(8)  # beside the staging buffers
 GROUP = gl.constexpr(8)
-REGISTERS = gl.constexpr(232)  # of a thread that multiplies; the loading warp needs 24
-TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
-HALF_TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
+REGISTERS = gl.constexpr(224)  # of a thread that multiplies; the loading warp needs 24
+TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
 OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))  # rows of BLOCK_H
 STAGING = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 
 
 @gluon.jit
-def _open_ring(dtype: gl.constexpr, STAGES: gl.constexpr):
-    """Stages and their barriers: hidden, weight, ready, free."""
-    hidden_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, BLOCK_H], OPERAND)
-    weight_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_C, BLOCK_H], OPERAND)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+def _nothing():
+    pass
+
+
+@gluon.jit
+def _set_up(ready, free, STAGES: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=WARPGROUPS)
     fence_async_shared()
+
+
+@gluon.jit
+def _open_ring(dtype: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr):
+    """Stages and their barriers: hidden, weight, ready, free."""
+    hidden_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, BLOCK_H], OPERAND)
+    weight_ring = gl.allocate_shared_memory(dtype, [STAGES * UNITS, COLUMNS, BLOCK_H], OPERAND)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    gl.warp_specialize(
+        [(_nothing, ()), (_set_up, (ready, free, STAGES)), (_nothing, ()), (_nothing, ())],
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
     return hidden_ring, weight_ring, ready, free
 
 
 @gluon.jit
-def _load_tiles(hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, STAGES: gl.constexpr):
+def _load_tiles(hidden_desc, weight_desc, ring, shape, STAGES: gl.constexpr, UNITS: gl.constexpr):
     """What the loading warp does: every step of every tile of this program, as soon as a stage is free."""
     hidden_ring, weight_ring, ready, free = ring
+    num_tokens, num_classes, hidden_size = shape
+    BLOCK_C: gl.constexpr = COLUMNS * UNITS
     num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -83,70 +105,126 @@ def _load_tiles(hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_
                     hidden_desc, [tile_t * BLOCK_T + group * ROWS, k], ready.index(stage),
                     hidden_ring.index(stage * WARPGROUPS + group),
                 )  # fmt: skip
-            _copy_in(weight_desc, [tile_c * BLOCK_C, k], ready.index(stage), weight_ring.index(stage))
+            for unit in gl.static_range(UNITS):
+                _copy_in(
+                    weight_desc, [tile_c * BLOCK_C + unit * COLUMNS, k], ready.index(stage),
+                    weight_ring.index(stage * UNITS + unit),
+                )  # fmt: skip
             step += 1
 
 
 @gluon.jit
-def _logits(ring, step, bias_ptr, column, num_classes, hidden_size, STAGES: gl.constexpr, WARPGROUP: gl.constexpr):
-    """float32 logits [ROWS, BLOCK_C] of one warpgroup, and the next step; what lies past the end was loaded as 0."""
+def _multiply(ring, step, a, b, c, STAGES: gl.constexpr, UNITS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """Add the products of one step; those of the step before have read their stage."""
     hidden_ring, weight_ring, ready, free = ring
-    acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_C), gl.float32, TILE))
-    for k in range(0, hidden_size, BLOCK_H):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), step // STAGES % 2)
-        hidden = hidden_ring.index(stage * WARPGROUPS + WARPGROUP)
-        acc = warpgroup_mma(hidden, weight_ring.index(stage).permute((1, 0)), acc, is_async=True)
-        # One product stays in flight; the one before it has read its stage.
-        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        step += 1
-    z = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    stage = step % STAGES
+    mbarrier.wait(ready.index(stage), step // STAGES % 2)
+    hidden = hidden_ring.index(stage * WARPGROUPS + WARPGROUP)
+    a = warpgroup_mma(hidden, weight_ring.index(stage * UNITS).permute((1, 0)), a, is_async=True)
+    b = warpgroup_mma(hidden, weight_ring.index(stage * UNITS + 1).permute((1, 0)), b, is_async=True)
+    if UNITS == WIDE:
+        c = warpgroup_mma(hidden, weight_ring.index(stage * UNITS + 2).permute((1, 0)), c, is_async=True)
+        a, b, c = warpgroup_mma_wait(num_outstanding=UNITS, deps=(a, b, c))
+    else:
+        a, b = warpgroup_mma_wait(num_outstanding=UNITS, deps=(a, b))
+    return a, b, c, step + 1
+
+
+@gluon.jit
+def _logits(ring, step, hidden_size, STAGES: gl.constexpr, UNITS: gl.constexpr, WARPGROUP: gl.constexpr):
+    """float32 logits, two or three of [ROWS, COLUMNS], and the next step; what lies past the end was loaded as 0."""
+    hidden_ring, weight_ring, ready, free = ring
+    # The first products overwrite: by themselves before the loop, so that no register has to be cleared.
+    zeros = gl.zeros((ROWS, COLUMNS), gl.float32, TILE)
+    a, b, c, step = _multiply(ring, step, zeros, zeros, zeros, STAGES, UNITS, WARPGROUP)
+    for _ in range(BLOCK_H, hidden_size, BLOCK_H):
+        a, b, c, step = _multiply(ring, step, a, b, c, STAGES, UNITS, WARPGROUP)
+        mbarrier.arrive(free.index((step + STAGES - 2) % STAGES), count=1)
+    if UNITS == WIDE:
+        a, b, c = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, c))
+    else:
+        a, b = warpgroup_mma_wait(num_outstanding=0, deps=(a, b))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+    return a, b, c, step
+
+
+@gluon.jit
+def _with_bias(z, bias_ptr, first, num_classes):
     if bias_ptr is not None:
+        column = _columns(first)
         z += gl.load(bias_ptr + column, mask=column < num_classes, other=0.0).to(gl.float32)[None, :]
-    return z, step
+    return z
 
 
 @gluon.jit
-def _store(out_desc, staging, row, column, tile):
-    """Store a tile [ROWS, BLOCK_C] through a staging buffer, half by half; what lies past the end is dropped."""
-    halves = gl.split(gl.permute(gl.reshape(tile, (ROWS, 2, HALF_C)), (0, 2, 1)))
-    for half in gl.static_range(2):
-        tma.store_wait(0)  # whatever was in the staging buffer has left it
-        staging.store(gl.convert_layout(halves[half], HALF_TILE).to(out_desc.dtype))
-        fence_async_shared()
-        _copy_out(out_desc, [row, column + half * HALF_C], staging)
+def _columns(first):
+    return first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
 
 
 @gluon.jit
-def _statistics_tiles(ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens, num_classes,
-                      hidden_size, factor, softcap, TRANSFORM: gl.constexpr, WEIGHTED_SUM: gl.constexpr,
-                      WARPGROUP: gl.constexpr):  # fmt: skip
+def _logit(z, first, bias_ptr, num_classes, factor, softcap, TRANSFORM: gl.constexpr):
+    """The logit of the loss from an accumulator whose first column is ``first``; -inf past the last class."""
+    z = _with_bias(z, bias_ptr, first, num_classes)
+    x, _ = _transform(z, factor, softcap, TRANSFORM)
+    if first + COLUMNS > num_classes:  # only the last tiles pay for the mask
+        x = gl.where((_columns(first) < num_classes)[None, :], x, float("-inf"))
+    return x
+
+
+@gluon.jit
+def _statistics_tiles(ring, work, shape, TRANSFORM: gl.constexpr, WEIGHTED_SUM: gl.constexpr, STAGES: gl.constexpr,
+                      UNITS: gl.constexpr, WARPGROUP: gl.constexpr):  # fmt: skip
+    bias_ptr, partial_ptr, class_weight_ptr, factor, softcap = work
+    num_tokens, num_classes, hidden_size = shape
+    BLOCK_C: gl.constexpr = COLUMNS * UNITS
     num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        a, b, c, step = _logits(ring, step, hidden_size, STAGES, UNITS, WARPGROUP)
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         row = tile_t * BLOCK_T + WARPGROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
-        column = tile_c * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, TILE))
-        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, STATISTICS_STAGES, WARPGROUP)
-        _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor,
-                          softcap, TRANSFORM, WEIGHTED_SUM, BLOCK_C)  # fmt: skip
+        first = tile_c * BLOCK_C
+        a = _logit(a, first, bias_ptr, num_classes, factor, softcap, TRANSFORM)
+        b = _logit(b, first + COLUMNS, bias_ptr, num_classes, factor, softcap, TRANSFORM)
+        if UNITS == WIDE:
+            c = _logit(c, first + 2 * COLUMNS, bias_ptr, num_classes, factor, softcap, TRANSFORM)
+        partial = partial_ptr + tile_c.to(gl.int64) * num_tokens + row
+        plane = gl.cdiv(num_classes, BLOCK_C).to(gl.int64) * num_tokens
+        if WEIGHTED_SUM:
+            weighted = _weighted_tile(a, _columns(first), class_weight_ptr, num_classes)
+            weighted += _weighted_tile(b, _columns(first + COLUMNS), class_weight_ptr, num_classes)
+            gl.store(partial + 2 * plane, gl.sum(weighted, 1), mask=row < num_tokens)
+        tile_max = gl.max(gl.maximum(gl.maximum(a, b), c) if UNITS == WIDE else gl.maximum(a, b), 1)
+        total = _exponentials(a, tile_max) + _exponentials(b, tile_max)
+        if UNITS == WIDE:
+            total += _exponentials(c, tile_max)
+        gl.store(partial, tile_max, mask=row < num_tokens)
+        gl.store(partial + plane, gl.sum(total, 1), mask=row < num_tokens)
 
 
 @gluon.jit
-def _gradient_tiles(ring, out_desc, staging, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr,
-                    uniform_ptr, class_weight_ptr, num_tokens, num_classes, first_class, hidden_size, factor, softcap,
-                    TRANSFORM: gl.constexpr, WARPGROUP: gl.constexpr):  # fmt: skip
+def _store_gradient(out_desc, staging, row, first, grad, active):
+    """Store [ROWS, COLUMNS] through a staging buffer; what lies past the end is dropped."""
+    tma.store_wait(0)  # whatever was in the staging buffer has left it
+    staging.store(gl.where(active[:, None], grad, 0.0).to(out_desc.dtype))
+    fence_async_shared()
+    _copy_out(out_desc, [row, first], staging)
+
+
+@gluon.jit
+def _gradient_tiles(ring, work, shape, TRANSFORM: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr,
+                    WARPGROUP: gl.constexpr):  # fmt: skip
+    (out_desc, staging, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr, uniform_ptr, class_weight_ptr,
+     first_class, factor, softcap) = work  # fmt: skip
+    num_tokens, num_classes, hidden_size = shape
+    BLOCK_C: gl.constexpr = COLUMNS * UNITS
     num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
     step = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
         first_row = tile_t * BLOCK_T + WARPGROUP * ROWS
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, TILE))
-        column = tile_c * BLOCK_C + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, TILE))
         row_exists = row < num_tokens
-        exists = (column < num_classes)[None, :]
         # Asked for before the product, which hides the latency.
         max_x = gl.load(max_ptr + row, mask=row_exists, other=0.0)
         softmax_over_sum = gl.load(softmax_over_sum_ptr + row, mask=row_exists, other=0.0)
@@ -159,11 +237,15 @@ def _gradient_tiles(ring, out_desc, staging, bias_ptr, label_ptr, max_ptr, softm
             row_uniform = gl.load(uniform_ptr + row, mask=row_exists, other=0.0)
             active = active | (row_uniform != 0.0)
             uniform = row_uniform[:, None]
-        z, step = _logits(ring, step, bias_ptr, column, num_classes, hidden_size, GRADIENT_STAGES, WARPGROUP)
-        grad = _gradient(z, column[None, :], exists, label[:, None], max_x[:, None], softmax_over_sum[:, None],
-                         onehot[:, None], uniform, class_weight_ptr, factor, softcap, TRANSFORM)  # fmt: skip
-        grad = gl.where(active[:, None], grad, 0.0)
-        _store(out_desc, staging, first_row, tile_c * BLOCK_C, grad.to(out_desc.dtype))
+        a, b, _, step = _logits(ring, step, hidden_size, STAGES, UNITS, WARPGROUP)
+        for unit in gl.static_range(UNITS):
+            first = tile_c * BLOCK_C + unit * COLUMNS
+            z = _with_bias(a if unit == 0 else b, bias_ptr, first, num_classes)
+            column = _columns(first)
+            grad = _gradient(z, column[None, :], (column < num_classes)[None, :], label[:, None], max_x[:, None],
+                             softmax_over_sum[:, None], onehot[:, None], uniform, class_weight_ptr, factor, softcap,
+                             TRANSFORM)  # fmt: skip
+            _store_gradient(out_desc, staging.index(WARPGROUP), first_row, first, grad, active)
     tma.store_wait(0)
 
 
@@ -184,21 +266,24 @@ def statistics_kernel(
     softcap_bits: gl.int64,
     TRANSFORM: gl.constexpr,
     WEIGHTED_SUM: gl.constexpr,
+    UNITS: gl.constexpr,
 ):
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
-    ring = _open_ring(hidden_desc.dtype, STATISTICS_STAGES)
+    work = (bias_ptr, partial_ptr, class_weight_ptr, factor, softcap)
+    shape = (num_tokens, num_classes, hidden_size)
+    STAGES: gl.constexpr = WIDE_STAGES if UNITS == WIDE else NARROW_STAGES
+    ring = _open_ring(hidden_desc.dtype, STAGES, UNITS)
     gl.warp_specialize(
         [
-            (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
-                                 num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 0)),
-            (_statistics_tiles, (ring, bias_ptr, partial_ptr, class_weight_ptr, num_tokens,
-                                 num_classes, hidden_size, factor, softcap, TRANSFORM, WEIGHTED_SUM, 1)),
-            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, STATISTICS_STAGES)),
+            (_nothing, ()),
+            (_statistics_tiles, (ring, work, shape, TRANSFORM, WEIGHTED_SUM, STAGES, UNITS, 0)),
+            (_statistics_tiles, (ring, work, shape, TRANSFORM, WEIGHTED_SUM, STAGES, UNITS, 1)),
+            (_load_tiles, (hidden_desc, weight_desc, ring, shape, STAGES, UNITS)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
 
 
 @gluon.jit(do_not_specialize=_NUMBERS)
@@ -223,38 +308,41 @@ def tile_gradient_kernel(
 ):
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
-    ring = _open_ring(hidden_desc.dtype, GRADIENT_STAGES)
-    first = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], STAGING)
-    second = gl.allocate_shared_memory(out_desc.dtype, [ROWS, HALF_C], STAGING)
+    staging = gl.allocate_shared_memory(out_desc.dtype, [WARPGROUPS, ROWS, COLUMNS], STAGING)
+    work = (out_desc, staging, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr, uniform_ptr,
+            class_weight_ptr, first_class, factor, softcap)  # fmt: skip
+    shape = (num_tokens, num_classes, hidden_size)
+    ring = _open_ring(hidden_desc.dtype, NARROW_STAGES, NARROW)
     gl.warp_specialize(
         [
-            (_gradient_tiles, (ring, out_desc, first, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr,
-                               uniform_ptr, class_weight_ptr, num_tokens, num_classes, first_class, hidden_size,
-                               factor, softcap, TRANSFORM, 0)),
-            (_gradient_tiles, (ring, out_desc, second, bias_ptr, label_ptr, max_ptr, softmax_over_sum_ptr, onehot_ptr,
-                               uniform_ptr, class_weight_ptr, num_tokens, num_classes, first_class, hidden_size,
-                               factor, softcap, TRANSFORM, 1)),
-            (_load_tiles, (hidden_desc, weight_desc, ring, num_tokens, num_classes, hidden_size, GRADIENT_STAGES)),
+            (_nothing, ()),
+            (_gradient_tiles, (ring, work, shape, TRANSFORM, NARROW_STAGES, NARROW, 0)),
+            (_gradient_tiles, (ring, work, shape, TRANSFORM, NARROW_STAGES, NARROW, 1)),
+            (_load_tiles, (hidden_desc, weight_desc, ring, shape, NARROW_STAGES, NARROW)),
         ],
-        [4, 1],
-        [REGISTERS, 24],
-    )  # fmt: skip
+        [4, 4, 1],
+        [REGISTERS, REGISTERS, 24],
+    )
 
 
 class GluonTileKernels(TritonTileKernels):
     """:class:`loongforge.kernels.interface.TileKernels` for Hopper, with specialised warps."""
 
-    block_c = BLOCK_C.value
+    def _statistics(self, plain: bool) -> tuple[Any, int, dict[str, Any]]:
+        units = WIDE.value if plain else NARROW.value
+        return statistics_kernel, units * COLUMNS.value, _LAUNCH | {"UNITS": units}
 
-    def _kernels(self) -> tuple[Any, Any, dict[str, Any]]:
-        # Warps of the first warpgroup; fusion whatever this Triton's default.
-        return statistics_kernel, tile_gradient_kernel, {"num_warps": 4, "enable_fp_fusion": True}
+    def _gradient(self) -> tuple[Any, dict[str, Any]]:
+        return tile_gradient_kernel, _LAUNCH
 
     def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, ...]:
-        return _descriptor(hidden_TH, ROWS, BLOCK_H, OPERAND), _descriptor(weight_CH, BLOCK_C, BLOCK_H, OPERAND)
+        return _descriptor(hidden_TH, ROWS, BLOCK_H, OPERAND), _descriptor(weight_CH, COLUMNS, BLOCK_H, OPERAND)
 
     def _output(self, out_TC: torch.Tensor) -> Any:
-        return _descriptor(out_TC, ROWS, HALF_C, STAGING)
+        return _descriptor(out_TC, ROWS, COLUMNS, STAGING)
+
+
+_LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}  # warps that do nothing; fusion whatever this Triton's default
 
 
 def _descriptor(operand: torch.Tensor, rows: Any, columns: Any, layout: Any) -> TensorDescriptor:
