@@ -99,10 +99,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Labels:
-    """The rows that carry no loss, and those whose label names no class; both [T] bool."""
+    """The rows that carry no loss, and those whose label names no class (ignored or not); both [T] bool."""
 
     ignored_T: torch.Tensor
-    out_of_range_T: torch.Tensor
+    no_class_T: torch.Tensor
 
     @classmethod
     def of(cls, target_T: torch.Tensor, call: Call) -> Labels:
@@ -110,13 +110,16 @@ class Labels:
 
     @classmethod
     def among(cls, target_T: torch.Tensor, num_classes: int, ignore_index: int) -> Labels:
-        ignored_T = target_T == ignore_index
-        out_of_range_T = (target_T.clamp(0, num_classes - 1) != target_T).logical_and_(~ignored_T)
-        return cls(ignored_T, out_of_range_T)
+        return cls(target_T == ignore_index, target_T.clamp(0, num_classes - 1) != target_T)
+
+    @property
+    def out_of_range_T(self) -> torch.Tensor:
+        """[T] bool, the rows whose label is a mistake."""
+        return self.no_class_T & ~self.ignored_T
 
     def mark_(self, value_T: torch.Tensor) -> torch.Tensor:
         """0 for ignored rows and NaN for labels out of range, in place and whatever was there."""
-        return value_T.masked_fill_(self.ignored_T, 0.0).masked_fill_(self.out_of_range_T, torch.nan)
+        return value_T.masked_fill_(self.no_class_T, torch.nan).masked_fill_(self.ignored_T, 0.0)
 
 
 def formula_of(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: Call) -> Formula:

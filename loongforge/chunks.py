@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -86,8 +87,9 @@ class WeightGrad:
 
 def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, torch.Tensor | None]:
     """Statistics over all vocabulary rows of this rank, and the logits [T, kept_rows] that the plan keeps."""
-    stats = _empty_stats(head, with_weighted_sum)
     kept_rows = head.plan.kept_rows if keep else 0
+    all_in_tiles = head.tiles is not None and kept_rows == 0 and head.plan.vocab_rows > 0
+    stats = _new_stats(head, with_weighted_sum, empty=not all_in_tiles)
     kept = None
     if kept_rows:
         kept = head.tokens.new_empty((head.plan.num_tokens, kept_rows), head.logits_dtype)
@@ -96,7 +98,7 @@ def forward(head: Head, with_weighted_sum: bool, keep: bool) -> tuple[RowStats, 
         _accumulate(head, kept, 0, kept_rows, stats)
     if head.tiles is not None:
         if kept_rows < head.plan.vocab_rows:
-            _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats)
+            _accumulate_tiles(head, kept_rows, head.plan.vocab_rows, stats, first=all_in_tiles)
         return stats, kept
     buffer = _Buffer(head, head.plan.forward_width, kept_rows, head.logits_dtype)
     for start, stop in head.plan.forward_chunks(kept_rows):
@@ -170,14 +172,16 @@ def _gradients_of_logits(
         yield logits_TC, start, stop
 
 
-def _empty_stats(head: Head, with_weighted_sum: bool) -> RowStats:
-    zeros_T = head.tokens.new_empty((head.plan.num_tokens,), head.statistics_dtype).zero_()
-    return RowStats(
-        max_T=torch.full_like(zeros_T, -torch.inf),
-        sum_exp_T=zeros_T,
-        label_logit_T=torch.zeros_like(zeros_T),
-        weighted_sum_T=torch.zeros_like(zeros_T) if with_weighted_sum else None,
-    )
+def _new_stats(head: Head, with_weighted_sum: bool, empty: bool) -> RowStats:
+    """Statistics of no logits, or memory that will be overwritten."""
+    empty_T = partial(head.tokens.new_empty, (head.plan.num_tokens,), head.statistics_dtype)
+    stats = RowStats(empty_T(), empty_T(), empty_T(), empty_T() if with_weighted_sum else None)
+    if empty:
+        for value_T in (stats.sum_exp_T, stats.label_logit_T, stats.weighted_sum_T):
+            if value_T is not None:
+                value_T.zero_()
+        stats.max_T.fill_(-torch.inf)
+    return stats
 
 
 def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stats: RowStats) -> None:
@@ -185,11 +189,11 @@ def _accumulate(head: Head, logits_TC: torch.Tensor, start: int, stop: int, stat
         head.kernels.accumulate(logits_TC, head.chunk(start, stop), stats)
 
 
-def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats) -> None:
+def _accumulate_tiles(head: Head, start: int, stop: int, stats: RowStats, first: bool) -> None:
     assert head.tiles is not None
     weight_CH, bias_C, chunk = head.weight_rows(start, stop), head.bias_rows(start, stop), head.chunk(start, stop)
     for rows, hidden_TH in head.tokens.pieces():
-        head.tiles.accumulate(hidden_TH, weight_CH, bias_C, chunk.of(rows), stats.of(rows))
+        head.tiles.accumulate(hidden_TH, weight_CH, bias_C, chunk.of(rows), stats.of(rows), first)
 
 
 def _tiles_to_gradient(head: Head, out_TC: torch.Tensor, start: int, stop: int, coefficients: RowCoefficients) -> None:

@@ -107,7 +107,7 @@ class LossPerToken(torch.autograd.Function):
         with out_of_memory.explained(call.plan, hidden.device, call.reservation):
             result = losses(*operands, call, keep=call.reservation is not None)
         if call.needs_grad:
-            labels = (result.labels.ignored_T, result.labels.out_of_range_T)
+            labels = (result.labels.ignored_T, result.labels.no_class_T)
             ctx.save_for_backward(*operands, result.max_T, result.sum_exp_T, *labels)
             # Not through save_for_backward: the first backward takes them, overwrites them and lets them go.
             ctx.kept = KeptLogits.of(result.kept, call.reservation)
@@ -118,11 +118,11 @@ class LossPerToken(torch.autograd.Function):
     @staticmethod
     @refusing_second_derivatives
     def backward(ctx, grad_loss_T):  # noqa: D102
-        *operands, max_T, sum_exp_T, ignored_T, out_of_range_T = ctx.saved_tensors
+        *operands, max_T, sum_exp_T, ignored_T, no_class_T = ctx.saved_tensors
         _, weight, bias, _, _, base_weight = operands
         sharded.require_unchanged(("weight", "bias", "base_weight"), (weight, bias, base_weight), ctx.shapes)
         kept, ctx.kept = ctx.kept, None
-        labels, needs = Labels(ignored_T, out_of_range_T), ctx.needs_input_grad[:3]
+        labels, needs = Labels(ignored_T, no_class_T), ctx.needs_input_grad[:3]
         own = None if kept is None else kept.reservation
         with out_of_memory.explained(ctx.call.plan, grad_loss_T.device, own, kept):
             grads = gradients(grad_loss_T, operands, max_T, sum_exp_T, labels, kept, needs, ctx.call)

@@ -253,12 +253,12 @@ def _after_the_tiles(rows: Rows) -> Iterator[Kernel]:
     finish = partial(triton_tiles._finish_statistics, partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk)
 
     def error() -> float:
-        finish(stats := empty_stats(rows.label_T))
+        finish(stats := empty_stats(rows.label_T), True)
         lse_T, expected_T = (given.max_T + given.sum_exp_T.log() for given in (stats, rows.stats))
         return relative_error(lse_T, expected_T) + relative_error(stats.label_logit_T, rows.stats.label_logit_T)
 
     operands = 2 * int((rows.label_T >= 0).sum()) * rows.hidden_TH[0].nbytes
-    yield Kernel(name, partial(finish, empty_stats(rows.label_T)), error, num_bytes=partial_2XT.nbytes + operands)
+    yield Kernel(name, partial(finish, empty_stats(rows.label_T), True), error, num_bytes=partial_2XT.nbytes + operands)
 
 
 def _of_tiles(stats: RowStats, num_tiles: int) -> torch.Tensor:

@@ -198,8 +198,12 @@ class TileKernels(Protocol):
         bias_C: torch.Tensor | None,
         chunk: Chunk,
         stats: RowStats,
+        first: bool = False,
     ) -> None:
-        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number."""
+        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number.
+
+        ``first``: whatever ``stats`` hold is overwritten.
+        """
 
     def gradient(
         self,

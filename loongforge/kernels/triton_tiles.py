@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from loongforge.kernels.interface import Chunk, RowCoefficients, RowStats
 from loongforge.kernels.triton_rows import (
+    IDENTITY,
     LOG2_E,
     _bits,
     _float_from_bits,
@@ -65,24 +66,35 @@ def _tile_logits(hidden_desc, weight_desc, bias_ptr, tile_t, tile_c, num_classes
 
 
 @triton.jit
+def _weighted_tile(x, column, class_weight_ptr, num_classes):
+    """``class_weight * x`` of the columns that exist, 0 elsewhere."""
+    weighted = tl.where((column < num_classes)[None, :], x, 0.0)
+    if class_weight_ptr is not None:
+        weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
+    return weighted
+
+
+@triton.jit
+def _exponentials(x, max_x):
+    return tl.exp2((x - _offset(max_x)[:, None]) * LOG2_E)
+
+
+@triton.jit
 def _store_statistics(z, row, column, tile_c, partial_ptr, class_weight_ptr, num_tokens, num_classes, factor, softcap,
                       TRANSFORM: tl.constexpr, WEIGHTED_SUM: tl.constexpr, BLOCK_C: tl.constexpr):  # fmt: skip
     """Maximum, sum of exponentials and weighted sum of every row of a tile of logits ``z``."""
-    row_exists, exists = row < num_tokens, (column < num_classes)[None, :]
+    row_exists = row < num_tokens
     x, _ = _transform(z, factor, softcap, TRANSFORM)
     partial = partial_ptr + tile_c.to(tl.int64) * num_tokens + row
     plane = tl.cdiv(num_classes, BLOCK_C).to(tl.int64) * num_tokens
     if WEIGHTED_SUM:
-        weighted = tl.where(exists, x, 0.0)
-        if class_weight_ptr is not None:
-            weighted *= tl.load(class_weight_ptr + column, mask=column < num_classes, other=0.0)[None, :]
+        weighted = _weighted_tile(x, column, class_weight_ptr, num_classes)
         tl.store(partial + 2 * plane, tl.sum(weighted, 1), mask=row_exists)
     if (tile_c + 1) * BLOCK_C > num_classes:  # only the last tiles pay for the mask
-        x = tl.where(exists, x, float("-inf"))
+        x = tl.where((column < num_classes)[None, :], x, float("-inf"))
     tile_max = tl.max(x, 1)
-    tile_sum = tl.sum(tl.exp2((x - _offset(tile_max)[:, None]) * LOG2_E), 1)
     tl.store(partial, tile_max, mask=row_exists)
-    tl.store(partial + plane, tile_sum, mask=row_exists)
+    tl.store(partial + plane, tl.sum(_exponentials(x, tile_max), 1), mask=row_exists)
 
 
 @triton.jit
@@ -132,7 +144,7 @@ def statistics_kernel(
 @triton.jit
 def _store_label_logit(row, hidden_ptr, weight_ptr, bias_ptr, label_ptr, label_logit_ptr, hidden_stride, weight_stride,
                        num_classes, first_class, hidden_size, factor, softcap, TRANSFORM: tl.constexpr,
-                       BLOCK_H: tl.constexpr):  # fmt: skip
+                       FIRST: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
     """The logit at the label of one row: one dot product, cheaper than looking for it in every tile."""
     label = tl.load(label_ptr + row) - first_class
     if (label >= 0) & (label < num_classes):
@@ -148,11 +160,13 @@ def _store_label_logit(row, hidden_ptr, weight_ptr, bias_ptr, label_ptr, label_l
             z += tl.load(bias_ptr + label).to(tl.float32)
         x, _ = _transform(z, factor, softcap, TRANSFORM)
         tl.store(label_logit_ptr + row, x)
+    elif FIRST:
+        tl.store(label_logit_ptr + row, 0.0)
 
 
 @triton.jit
 def _fold_rows(row, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles,
-               ROWS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+               FIRST: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
     """Fold the partial statistics of a few rows, tile after tile, into what earlier chunks left."""
     row_exists = row < num_tokens
     plane = num_tiles.to(tl.int64) * num_tokens
@@ -170,14 +184,17 @@ def _fold_rows(row, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tok
             lane_weighted += tl.load(partial + 2 * plane, mask=mask, other=0.0)
     new_max = tl.max(lane_max, 0)
     new_sum = tl.sum(lane_sum * tl.exp2((lane_max - _offset(new_max)[None, :]) * LOG2_E), 0)
-    old_max = tl.load(max_ptr + row, mask=row_exists, other=float("-inf"))
-    old_sum = tl.load(sum_exp_ptr + row, mask=row_exists, other=0.0)
-    new_max, new_sum = _fold(old_max, old_sum, new_max, new_sum)
+    if not FIRST:
+        old_max = tl.load(max_ptr + row, mask=row_exists, other=float("-inf"))
+        old_sum = tl.load(sum_exp_ptr + row, mask=row_exists, other=0.0)
+        new_max, new_sum = _fold(old_max, old_sum, new_max, new_sum)
     tl.store(max_ptr + row, new_max, mask=row_exists)
     tl.store(sum_exp_ptr + row, new_sum, mask=row_exists)
     if weighted_sum_ptr is not None:
-        old_weighted = tl.load(weighted_sum_ptr + row, mask=row_exists, other=0.0)
-        tl.store(weighted_sum_ptr + row, old_weighted + tl.sum(lane_weighted, 0), mask=row_exists)
+        weighted = tl.sum(lane_weighted, 0)
+        if not FIRST:
+            weighted += tl.load(weighted_sum_ptr + row, mask=row_exists, other=0.0)
+        tl.store(weighted_sum_ptr + row, weighted, mask=row_exists)
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
@@ -201,6 +218,7 @@ def finish_kernel(
     factor_bits: tl.int64,
     softcap_bits: tl.int64,
     TRANSFORM: tl.constexpr,
+    FIRST: tl.constexpr,  # nothing was accumulated before
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -209,12 +227,13 @@ def finish_kernel(
     num_folds = tl.cdiv(num_tokens, ROWS)
     if tl.program_id(0) < num_folds:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        _fold_rows(rows, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles, ROWS, TILES)
+        _fold_rows(rows, partial_ptr, max_ptr, sum_exp_ptr, weighted_sum_ptr, num_tokens, num_tiles, FIRST, ROWS,
+                   TILES)  # fmt: skip
     else:
         row = (tl.program_id(0) - num_folds).to(tl.int64)
         factor, softcap = _float_from_bits(factor_bits, tl.float32), _float_from_bits(softcap_bits, tl.float32)
         _store_label_logit(row, hidden_ptr, weight_ptr, bias_ptr, label_ptr, label_logit_ptr, hidden_stride,
-                           weight_stride, num_classes, first_class, hidden_size, factor, softcap, TRANSFORM,
+                           weight_stride, num_classes, first_class, hidden_size, factor, softcap, TRANSFORM, FIRST,
                            BLOCK_H)  # fmt: skip
 
 
@@ -296,13 +315,15 @@ _TMA_BYTES = 16
 
 
 class TritonTileKernels:
-    """``interface.TileKernels`` for Hopper; a subclass replaces the four members before :meth:`supports`."""
+    """``interface.TileKernels`` for Hopper; a subclass replaces the four methods before :meth:`supports`."""
 
-    block_c = CONFIG.block_c
+    def _statistics(self, plain: bool) -> tuple[Any, int, dict[str, Any]]:
+        """Statistics kernel, columns of its tiles and how to launch it; ``plain``: no option in its epilogue."""
+        return statistics_kernel, CONFIG.block_c, CONFIG.meta()
 
-    def _kernels(self) -> tuple[Any, Any, dict[str, Any]]:
-        """Statistics kernel, gradient kernel and how to launch them."""
-        return statistics_kernel, tile_gradient_kernel, CONFIG.meta()
+    def _gradient(self) -> tuple[Any, dict[str, Any]]:
+        """Gradient kernel and how to launch it."""
+        return tile_gradient_kernel, CONFIG.meta()
 
     def _operands(self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor) -> tuple[Any, ...]:
         """Descriptors of aligned operands."""
@@ -328,12 +349,14 @@ class TritonTileKernels:
         bias_C: torch.Tensor | None,
         chunk: Chunk,
         stats: RowStats,
+        first: bool = False,
     ) -> None:
         weighted_sum = stats.weighted_sum_T is not None
-        num_tiles = triton.cdiv(weight_CH.shape[0], self.block_c)
-        partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, hidden_TH.shape[0]))
         mode, factor, softcap = _transform_arguments(chunk.transform)
-        kernel, _, launch = self._kernels()
+        plain = mode == IDENTITY.value and bias_C is None and not weighted_sum
+        kernel, width, launch = self._statistics(plain)
+        num_tiles = triton.cdiv(weight_CH.shape[0], width)
+        partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, hidden_TH.shape[0]))
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             kernel[(_num_programs(hidden_TH.device),)](
                 *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), bias_C, partial,
@@ -341,7 +364,7 @@ class TritonTileKernels:
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **launch,
             )  # fmt: skip
-            _finish_statistics(partial, hidden_TH, weight_CH, bias_C, chunk, stats)
+            _finish_statistics(partial, hidden_TH, weight_CH, bias_C, chunk, stats, first)
 
     def gradient(
         self,
@@ -354,7 +377,7 @@ class TritonTileKernels:
     ) -> None:
         c = coefficients
         mode, factor, softcap = _transform_arguments(chunk.transform)
-        _, kernel, launch = self._kernels()
+        kernel, launch = self._gradient()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             kernel[(_num_programs(hidden_TH.device),)](
                 *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), self._output(out_TC), bias_C,
@@ -367,7 +390,7 @@ class TritonTileKernels:
 
 def _finish_statistics(
     partial: torch.Tensor, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None, chunk: Chunk,
-    stats: RowStats,
+    stats: RowStats, first: bool,
 ) -> None:  # fmt: skip
     """Fold the partial statistics of all tiles into ``stats`` and compute the logits at the labels."""
     num_tokens, num_tiles = hidden_TH.shape[0], partial.shape[1]
@@ -375,7 +398,7 @@ def _finish_statistics(
     finish_kernel[(triton.cdiv(num_tokens, _FINISH["ROWS"]) + num_tokens,)](
         partial, hidden_TH, weight_CH, bias_C, chunk.label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T,
         stats.weighted_sum_T, hidden_TH.stride(0), weight_CH.stride(0), num_tokens, num_tiles, weight_CH.shape[0],
-        chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap), TRANSFORM=mode, **_FINISH,
+        chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap), TRANSFORM=mode, FIRST=first, **_FINISH,
     )  # fmt: skip
 
 

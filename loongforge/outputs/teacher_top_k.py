@@ -193,14 +193,14 @@ class DivergenceFromTopK(Computation):
         student = _student(stats, x_TK, head.transform, call.num_classes)
         divergence_T, unit_TK, unit_rest_T = _with_units(student, teacher, self.is_reverse)
         unit_TK = times_slope_(unit_TK, x_TK, head.transform).contiguous()
-        divergence_T = Labels(ignored_T, teacher.bad_T & ~ignored_T).mark_(divergence_T)
+        divergence_T = Labels(ignored_T, teacher.bad_T).mark_(divergence_T)
         saved = (unit_TK, unit_rest_T, base(student.rest.max_T), student.rest.sum_exp_T, teacher.bad_T)
         return Computed([divergence_T], saved, kept)
 
     def gradients(self, grads, operands, saved, kept, needs, call: Call):
         hidden, weight, bias, ignored_T, _, ids_TK = operands
         unit_TK, unit_rest_T, max_T, sum_exp_T, bad_T = saved
-        labels = Labels(ignored_T, bad_T & ~ignored_T)
+        labels = Labels(ignored_T, bad_T)
         grad_T = labels.mark_(grads[0].to(max_T.dtype, copy=True))
         rest_T = torch.where(sum_exp_T == 0, 0.0, over_sum(labels.mark_(grad_T * unit_rest_T), sum_exp_T))
         coefficients = RowCoefficients(max_T, rest_T, grad_T * _HEADROOM, None)

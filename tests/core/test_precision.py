@@ -129,8 +129,12 @@ class TorchTiles:
     def supports(self, hidden_TH, weight_VH):
         return True
 
-    def accumulate(self, hidden_TH, weight_CH, bias_C, chunk, stats):
+    def accumulate(self, hidden_TH, weight_CH, bias_C, chunk, stats, first=False):
         self.calls += 1
+        if first:  # may hold anything
+            for name, value_T in vars(stats).items():
+                if value_T is not None:
+                    value_T.fill_(-torch.inf if name == "max_T" else 0.0)
         self._kernels.accumulate(self._logits(hidden_TH, weight_CH, bias_C), chunk, stats)
 
     def gradient(self, hidden_TH, weight_CH, bias_C, chunk, coefficients, out_TC):

@@ -175,8 +175,16 @@ def _store_wait(pendings):
         _here.stores.pop(0)()
 
 
+def _zeros(shape, dtype, layout):
+    zeros = torch.zeros(shape, dtype=dtype)
+    zeros.is_constant = True  # several products may start from the same zeros
+    return zeros
+
+
 def _product(hidden, weight, acc, is_async):
     assert is_async
+    if hasattr(acc, "is_constant"):
+        acc = acc.clone()
     _here.products.append(lambda: acc.add_(hidden.tensor.float() @ weight.tensor.float()))
     return acc
 
@@ -185,13 +193,14 @@ def _product_wait(num_outstanding, deps):
     while len(_here.products) > num_outstanding:
         time.sleep(1e-3)  # slower than the loads, which therefore fill the ring
         _here.products.pop(0)()
-    return deps[0]
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _shared_functions():
     return {
         "where": torch.where, "exp2": torch.exp2, "abs": torch.abs, "load": _load, "store": _store,
         "max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis), "minimum": min,
+        "maximum": torch.maximum,
         "cdiv": lambda a, b: (a + b - 1) // b,
         "float32": torch.float32, "int32": torch.int32, "int64": torch.int64,
     }  # fmt: skip
@@ -199,10 +208,8 @@ def _shared_functions():
 
 def _language():
     return types.SimpleNamespace(
-        **_shared_functions(), static_range=range, reshape=torch.reshape, permute=torch.permute,
-        split=lambda x: x.unbind(-1), convert_layout=lambda x, layout: x, SliceLayout=lambda axis, layout: None,
-        arange=lambda start, stop, layout: torch.arange(start, stop),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        **_shared_functions(), static_range=range, SliceLayout=lambda axis, layout: None,
+        arange=lambda start, stop, layout: torch.arange(start, stop), zeros=_zeros,
         program_id=lambda axis: _here.program[0], num_programs=lambda axis: _here.program[1],
         allocate_shared_memory=_allocate, warp_specialize=_warp_specialize,
     )  # fmt: skip
@@ -240,7 +247,8 @@ def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
     plain = {"tl": types.SimpleNamespace(**_shared_functions()), "LOG2_E": triton_rows.LOG2_E.value}
     plain |= {name: getattr(triton_rows, name).value for name in ("IDENTITY", "SCALE", "SOFTCAP")}
     for module in (triton_rows, triton_tiles):
-        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position", "_store_statistics"):
+        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position", "_weighted_tile",
+                     "_exponentials"):  # fmt: skip
             if hasattr(getattr(module, name, None), "fn"):
                 plain[name] = types.FunctionType(getattr(module, name).fn.__code__, plain, name)
     replaced = {name: function for name, function in plain.items() if hasattr(gluon_tiles, name)}
@@ -256,13 +264,13 @@ def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
             wait=lambda barrier, phase: barrier.wait(phase),
         ),
         "_copy_in": _copy_in, "_copy_out": _copy_out, "tma": types.SimpleNamespace(store_wait=_store_wait),
-        "warpgroup_mma": _product, "warpgroup_mma_wait": _product_wait, "warpgroup_mma_init": lambda acc: acc,
+        "warpgroup_mma": _product, "warpgroup_mma_wait": _product_wait,
         "fence_async_shared": lambda: None,
     }  # fmt: skip
     for name, value in replaced.items():
         monkeypatch.setattr(gluon_tiles, name, value)
-    sizes = ("WARPGROUPS", "ROWS", "BLOCK_T", "BLOCK_C", "BLOCK_H", "HALF_C", "GROUP", "REGISTERS")
-    for name in (*sizes, "STATISTICS_STAGES", "GRADIENT_STAGES"):
+    sizes = ("WARPGROUPS", "ROWS", "BLOCK_T", "COLUMNS", "BLOCK_H", "WIDE", "NARROW", "GROUP", "REGISTERS")
+    for name in (*sizes, "WIDE_STAGES", "NARROW_STAGES"):
         monkeypatch.setattr(gluon_tiles, name, Number(getattr(gluon_tiles, name).value))
 
 

@@ -209,7 +209,7 @@ def test_the_machine_without_a_gpu_notices_missing_waits(tiles, monkeypatch, mis
     if missing == "wait for a stage":
         monkeypatch.setattr(gluon_tiles.mbarrier, "wait", lambda barrier, phase: None)
     elif missing == "wait for a product":
-        monkeypatch.setattr(gluon_tiles, "warpgroup_mma_wait", lambda num_outstanding, deps: deps[0])
+        monkeypatch.setattr(gluon_tiles, "warpgroup_mma_wait", lambda num_outstanding, deps: deps)
     else:
         monkeypatch.setattr(gluon_tiles.tma, "store_wait", lambda pendings: None)
     try:

@@ -41,8 +41,8 @@ def compiled_gluon(kernel, dtype, transform, everything):
     depth, operand = tiles.BLOCK_H.value, tiles.OPERAND.value
     blocks = {
         "hidden_desc": f"{tiles.ROWS.value},{depth}],{operand!r}",
-        "weight_desc": f"{tiles.BLOCK_C.value},{depth}],{operand!r}",
-        "out_desc": f"{tiles.ROWS.value},{tiles.HALF_C.value}],{tiles.STAGING.value!r}",
+        "weight_desc": f"{tiles.COLUMNS.value},{depth}],{operand!r}",
+        "out_desc": f"{tiles.ROWS.value},{tiles.COLUMNS.value}],{tiles.STAGING.value!r}",
     }
     signature, constants = signature_of(kernel, dtype, transform, everything, blocks, {})
     options = {"num_warps": 4, "enable_fp_fusion": True}
