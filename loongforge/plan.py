@@ -22,8 +22,12 @@ from loongforge.options import LossOptions
 GENERIC_VOCAB_SPLIT_SIZE = 3072
 KEPT_MULTIPLE = 256
 """A partly kept vocabulary is cut at a multiple of this, so that the rest starts aligned."""
-DEFAULT_WIDTH, LEAST_WIDTH, FEW_CHUNKS = 8192, 4096, 3
-"""Rows of a chunk on a GPU, the fewest that are chosen, and the number of chunks that may be narrower."""
+DEFAULT_WIDTH, LEAST_WIDTH, FEW_CHUNKS = 33 * 256, 4096, 3
+"""Rows of a chunk on a GPU, the fewest that are chosen, and the number of chunks that may be narrower.
+
+33 tiles of 256 rows times 4 blocks of 128 tokens: one for each of Hopper's 132 multiprocessors, which no chunk of
+512 or more tokens leaves idle.
+"""
 PER_TOKEN_BYTES = 128
 """Labels, statistics and coefficients of one token in both directions."""
 _MIB = 1 << 20
@@ -250,7 +254,7 @@ def plan_chunks(
 def _in_planned_chunks(plan: ChunkPlan) -> ChunkPlan:
     """With the chunk width for a GPU (measured on an H200, ``docs/performance.md``).
 
-    8192 rows, and more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle.  Where
+    8448 rows, and more where tokens are few: a GEMM with fewer than 2**26 results leaves a large GPU idle.  Where
     that makes few chunks, narrower ones add few passes over grad_hidden: they are then no wider than what rounding
     it takes at the end.  One chunk for the whole vocabulary needs no float32 grad_hidden, so it is taken where the
     peak is no higher for it.

@@ -10,7 +10,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongforge import LossOptions, chunks, linear_cross_entropy, linear_logprobs
 from loongforge.bench.shapes import SHAPES
-from loongforge.plan import KEPT_MULTIPLE, ChunkPlan, KeptLogits, LogitsBudget, logits_budget, plan_chunks
+from loongforge.plan import (
+    DEFAULT_WIDTH,
+    KEPT_MULTIPLE,
+    ChunkPlan,
+    KeptLogits,
+    LogitsBudget,
+    logits_budget,
+    plan_chunks,
+)
 from tests.helpers import make_inputs, record_allocations
 
 MIB = 1 << 20
@@ -127,7 +135,7 @@ HEADS = {shape.name: (shape.tokens, shape.hidden, shape.vocab) for shape in SHAP
         (300, 64, 1000),
     )
 }  # fmt: skip
-ONE_OR_TWO_CHUNKS = [str(sizes) for sizes in HEADS.values() if sizes[2] < 2 * 8192 or sizes[0] < 8192]
+ONE_OR_TWO_CHUNKS = [str(sizes) for sizes in HEADS.values() if sizes[2] < 2 * DEFAULT_WIDTH or sizes[0] < 8192]
 TRAITS = {
     "plain": {},
     "tiles": {"in_tiles": True},
@@ -207,23 +215,23 @@ def test_a_shard_of_deepseek_v3():
 
 
 def test_chunk_widths_on_a_gpu():
-    """8192 rows for large vocabularies, narrower for few chunks, never below 4096 nor below 2**26 logits; one chunk
+    """8448 rows for large vocabularies, narrower for few chunks, never below 4096 nor below 2**26 logits; one chunk
     where it takes no more; nothing is rounded in float32.
     """
 
     def width(tokens, hidden, vocab, itemsize=2, **more):
         return plan_chunks("triton", tokens, hidden, vocab, itemsize, **more).backward_width
 
-    assert width(8192, 4096, 128256) == width(16384, 7168, 129280) == width(8192, 4096, 32000) == 8192
-    assert width(16384, 7168, 24576) == 7168 and width(16384, 7168, 24577) == 8192
+    assert width(8192, 4096, 128256) == width(16384, 7168, 129280) == width(8192, 4096, 32000) == 8448
+    assert width(16384, 7168, 25344) == 7168 and width(16384, 7168, 25345) == 8448
     assert width(16384, 5000, 16384) == 4864 and width(16384, 1024, 16384) == 4096
     assert width(8192, 4096, 16384) == 8192, "fewer than 2**26 logits in 4096 rows"
     assert width(1024, 4096, 128256) == 65536
     assert width(16384, 7168, 14336) == 14336 and width(16384, 7168, 14337) == 7168
     assert width(16384, 7168, 14336, scaled=True) == 7168, "the sum is float32 in any case"
-    assert width(16384, 7168, 16160, 4) == 8192 and width(16384, 7168, 8192, 4) == 8192
+    assert width(16384, 7168, 16160, 4) == 8448 and width(16384, 7168, 8192, 4) == 8192
     assert width(16384, 7168, 16160, 4, operand_itemsize=2) == 4096
-    assert width(8192, 2048, 128256, gradients_in_forward=True, kept_in_chunks=True) == 8192, "copies of that many rows"
+    assert width(8192, 2048, 128256, gradients_in_forward=True, kept_in_chunks=True) == 8448, "copies of that many rows"
 
 
 @pytest.mark.parametrize(("sizes", "pays"), (((8192, 2048, 128256), True), ((6000, 2048, 128256), False)))
