@@ -32,11 +32,11 @@ def draw(results: list[dict], environment: dict, path: Path) -> None:
     """Time above memory, so that it can be read on a phone too."""
     figure, (time, memory) = pyplot.subplots(2, 1, figsize=(6.4, 7.2), sharex=True, layout="constrained")
     for marker, (shape, label) in zip("osD", HEADS.items(), strict=True):
-        runs, note = points(results, shape), " (earlier run)" if shape in environment.get("earlier", {}) else ""
+        runs = points(results, shape)
         tokens, vocabulary = (int(part[2:]) for part in label.split() if part[:2] in ("T=", "V="))
         logits_mib = tokens * vocabulary * 2 / 2**20
         kept = [100 if r["budget_mb"] == "all" else 100 * r["budget_mb"] / logits_mib for r in runs]
-        time.plot(kept, [r["ratio"] for r in runs], f"-{marker}", label=label + note, markersize=5)
+        time.plot(kept, [r["ratio"] for r in runs], f"-{marker}", label=label, markersize=5)
         memory.plot(kept, [r["peak_mib"] / 1024 for r in runs], f"-{marker}", markersize=5)
     time.plot([0, 100], [8 / 6, 1], "--", color="0.45", label="matrix products alone (8THV to 6THV)")
     time.set(ylabel="time / time of three matrix products", ylim=(0.95, 1.45), title="forward and backward")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +17,12 @@ from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import UsageError, require_folder
 
 
-def table(shape: HeadShape, results: Sequence[Result]) -> str:
-    """One line per contender, in the order they ran; the floor in the heading is the median of theirs."""
-    floor = median_floor_ms(results)
+def table(shape: HeadShape, results: Sequence[Result], earlier: Collection[str] = ()) -> str:
+    """One line per contender, in the order they ran, with a star for those of an ``earlier`` run.
+
+    The floor in the heading is the median of the others'.
+    """
+    floor = median_floor_ms(results, earlier)
     tflops = 6e-9 * shape.tokens * shape.hidden * shape.vocab / floor
     lines = [
         f"{shape.name}: {shape}, three-GEMM floor {floor:.2f} ms = {tflops:.1f} TFLOP/s",
@@ -27,7 +30,8 @@ def table(shape: HeadShape, results: Sequence[Result]) -> str:
         f" {'err loss':>9} {'err dX':>8} {'err dW':>8}",
     ]
     for result in results:
-        name = f"{result.name:26} {'token' if result.per_token else 'mean':5}"
+        star = " *" if result.name in earlier else ""
+        name = f"{result.name + star:26} {'token' if result.per_token else 'mean':5}"
         if result.status != "ok":
             lines.append(f"{name} {result.status}")
             continue
@@ -40,16 +44,16 @@ def table(shape: HeadShape, results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def median_floor_ms(results: Sequence[Result]) -> float:
-    """Of the floors measured in front of each contender; NaN where nobody was measured."""
-    floors = [result.floor_ms for result in results if not math.isnan(result.floor_ms)]
+def median_floor_ms(results: Sequence[Result], earlier: Collection[str] = ()) -> float:
+    """Of the floors measured in front of each contender but the ``earlier``; NaN where nobody was measured."""
+    floors = [one.floor_ms for one in results if one.name not in earlier and not math.isnan(one.floor_ms)]
     return statistics.median(floors) if floors else math.nan
 
 
 def duels(results: Sequence[Result]) -> list[str]:
     """For each peer: the smallest budget of ours at or below it in memory, time and gradient error, or the distance.
 
-    Means are compared with means and losses per token with losses per token: their upstream gradients differ.
+    Time is that over the floor right in front, which the state of the GPU and the run matter least to.  Means are compared with means and losses per token with losses per token: their upstream gradients differ.
     """
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
     lines = []
@@ -61,7 +65,7 @@ def duels(results: Sequence[Result]) -> list[str]:
             result
             for result in mine
             if result.peak_mib <= peer.peak_mib + 1
-            and result.step_ms <= peer.step_ms
+            and result.ratio <= peer.ratio
             and result.gradient_error <= 1.05 * peer.gradient_error  # equal in the two digits that are shown
         ]
         if better:
@@ -75,12 +79,12 @@ def duels(results: Sequence[Result]) -> list[str]:
 
 def _excess(result: Result, peer: Result) -> float:
     """By which factor we are worse in the worst of time and memory."""
-    return max(result.peak_mib / max(peer.peak_mib, 1e-9), result.step_ms / peer.step_ms)
+    return max(result.peak_mib / max(peer.peak_mib, 1e-9), result.ratio / peer.ratio)
 
 
 def _distance(result: Result, peer: Result) -> str:
     return (
-        f"time {result.step_ms / peer.step_ms - 1:+.1%}, memory {result.peak_mib - peer.peak_mib:+.0f} MiB, "
+        f"time {result.ratio / peer.ratio - 1:+.1%}, memory {result.peak_mib - peer.peak_mib:+.0f} MiB, "
         f"gradient error {result.gradient_error:.1e} against {peer.gradient_error:.1e}"
     )
 
@@ -113,8 +117,10 @@ def redraw_markdown(path: Path, report: Callable[[dict[str, Any]], str]) -> None
     print(text)
 
 
-def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
-    """Time over memory: each peer a point, ours a curve over the budget.
+def draw(
+    path: Path, shape: HeadShape, results: Sequence[Result], device_name: str, earlier: Collection[str] = ()
+) -> None:
+    """Time, over that of the floor, over memory: each peer a point, ours a curve over the budget.
 
     Raises:
         UsageError: without matplotlib.
@@ -134,15 +140,17 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
         curve = [result for result in measured if result.is_ours and result.per_token == per_token]
         curve.sort(key=lambda result: math.inf if result.budget_mb == "all" else float(result.budget_mb or 0))
         if curve:
-            axes.plot([r.peak_mib for r in curve], [r.step_ms for r in curve], marker, label=label, zorder=3)
+            axes.plot([r.peak_mib for r in curve], [r.ratio for r in curve], marker, label=label, zorder=3)
     styles = {peer.name: number for number, peer in enumerate(PEERS)}  # the same in every picture
     for result in measured:
         if not result.is_ours:
             number = styles.get(result.name, len(styles))
             marker, color = "XPD^v<>*hd"[number % 10], f"C{2 + number % 8}"
-            axes.plot(result.peak_mib, result.step_ms, marker, color=color, markersize=8, label=result.name)
-    axes.axhline(median_floor_ms(results), color="0.6", linewidth=1, label="three GEMMs")
-    axes.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms", xscale="log", yscale="log")
+            label = result.name + (" (earlier run)" if result.name in earlier else "")
+            axes.plot(result.peak_mib, result.ratio, marker, color=color, markersize=8, label=label)
+    axes.axhline(1.0, color="0.6", linewidth=1, label="three GEMMs")
+    axes.set(xlabel="peak memory above the inputs, MiB", xscale="log", yscale="log")
+    axes.set_ylabel("forward + backward, time / three GEMMs")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(ScalarFormatter())
         axis.set_minor_formatter(ScalarFormatter())
@@ -155,7 +163,7 @@ def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: s
 
 
 def heading(environment: dict[str, Any]) -> str:
-    """What everything was measured with, in two lines; what differs for shapes of an earlier run stands over theirs."""
+    """What everything was measured with, in two lines; what differs for rows of an earlier run stands over theirs."""
     facts = {key: value for key, value in environment.items() if key not in ("versions", "earlier")}
     return f"{_listed(facts)}\n{_listed(environment['versions'])}"
 
@@ -165,12 +173,21 @@ def _listed(facts: Mapping[str, Any]) -> str:
 
 
 def tables(by_shape: dict[str, list[Result]], earlier: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> str:
-    """Table and duels of every shape; ``earlier`` has what differs for a shape whose rows are all of an earlier run."""
+    """Table and duels of every shape; ``earlier`` has ``contenders`` of an earlier run and what differed there."""
     texts = []
     for name, results in by_shape.items():
-        lines = [f"{name} is of an earlier run: {_listed(earlier[name])}"] if name in earlier else []
-        texts.append("\n".join([*lines, table(parse_shape(name), results), *duels(results)]))
+        facts, contenders = _earlier(earlier, name)
+        lines = [f"{name}: rows with * are of an earlier run: {_listed(facts)}"] if contenders else []
+        texts.append("\n".join([*lines, table(parse_shape(name), results, contenders), *duels(results)]))
     return "\n\n".join(texts)
+
+
+def _earlier(runs: Mapping[str, Mapping[str, Any]], shape: str) -> tuple[dict[str, Any], Collection[str]]:
+    facts = dict(runs.get(shape, {"contenders": ()}))
+    contenders = facts.pop("contenders")
+    if isinstance(contenders, str):
+        raise TypeError("earlier contenders are a list of names")
+    return facts, contenders
 
 
 def write(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
@@ -187,7 +204,8 @@ def write_text(folder: Path, environment: dict[str, Any], text: str) -> None:
 def redraw(path: Path) -> None:
     """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it.
 
-    ``earlier`` in its environment maps shapes whose rows come from an earlier run to what differs there.
+    ``earlier`` in its environment maps shapes to the ``contenders`` whose rows come from an earlier run and to what
+    differed there.
     """
     by_shape: dict[str, list[Result]] = {}
     with record_of(path, f"{path} is not a results.json of the comparison") as recorded:
@@ -206,5 +224,4 @@ def redraw(path: Path) -> None:
         require_folder(path.parent)
         write_text(path.parent, environment, text)
         for name, results in by_shape.items():
-            source = f"{device}, earlier run" if name in earlier else device
-            draw(path.with_name(f"{name}.png"), parse_shape(name), results, source)
+            draw(path.with_name(f"{name}.png"), parse_shape(name), results, device, _earlier(earlier, name)[1])
