@@ -122,7 +122,7 @@ def _tile_statistics(rows: Rows, baseline: str, name: str, tiles: TileKernels) -
         tiles.accumulate(rows.hidden_TH, rows.weight_CH, None, rows.chunk, stats)
 
     def alone(stats: RowStats) -> None:
-        with left_out("_finish_statistics"):
+        with left_out("finish_statistics"):
             accumulate(stats)
 
     call, error = partial(alone, empty_stats(rows.label_T)), partial(rows.statistics_error, accumulate)
@@ -248,9 +248,11 @@ def _after_the_tiles(rows: Rows) -> Iterator[Kernel]:
     if missing is not None:
         yield Kernel(name, missing=missing)
         return
-    triton_tiles = importlib.import_module("loongforge.kernels.triton_tiles")
-    partial_2XT = _of_tiles(rows.stats, -(-rows.width // triton_tiles.CONFIG.block_c))
-    finish = partial(triton_tiles._finish_statistics, partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk)
+    finish_statistics = importlib.import_module("loongforge.kernels.triton_tiles_finish").finish_statistics
+    tiles: Any = load_tiles("gluon" if why_not_gluon() is None else "triton")
+    _, tile_width, _ = tiles._statistics(plain=True)
+    partial_2XT = _of_tiles(rows.stats, -(-rows.width // tile_width))
+    finish = partial(finish_statistics, partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk)
 
     def error() -> float:
         finish(stats := empty_stats(rows.label_T), True)

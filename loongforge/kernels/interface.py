@@ -200,9 +200,9 @@ class TileKernels(Protocol):
         stats: RowStats,
         first: bool = False,
     ) -> None:
-        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``; scratch is 1/32 byte per logit and number.
+        """:meth:`RowKernels.accumulate` of ``hidden @ weight.T + bias``.
 
-        ``first``: whatever ``stats`` hold is overwritten.
+        Scratch is at most 1/64 byte per logit and number.  ``first``: whatever ``stats`` hold is overwritten.
         """
 
     def gradient(

@@ -148,8 +148,11 @@ def test_the_forward_is_taken_apart(monkeypatch):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Triton's kernels on the CPU: the plain ones under the interpreter, Gluon's on ``gluon_machine.py``."""
-    from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles
+    """Triton's kernels on the CPU: the plain ones under the interpreter, Gluon's on ``gluon_machine.py``.
+
+    Gives the plain kernels of tiles and their modules.
+    """
+    from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles, triton_tiles_finish
     from tests.kernels import gluon_machine
 
     gluon_machine.install(monkeypatch, gluon_tiles, triton_rows, triton_tiles)
@@ -158,7 +161,9 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel_cases, "tile_variants", lambda hidden_TH, weight_CH: tiles)
     monkeypatch.setattr(kernel_cases, "row_variants", lambda device, dtype: rows)
     monkeypatch.setattr(kernel_cases, "why_no_triton", lambda device: None)
-    return triton_tiles
+    return {
+        "statistics_kernel": triton_tiles, "tile_gradient_kernel": triton_tiles, "finish_kernel": triton_tiles_finish
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="test_kernels_of_triton_under_the_interpreter runs it")
@@ -177,15 +182,15 @@ def test_each_call_launches_its_kernel_alone(interpreted, monkeypatch):
     launched = []
 
     class Recorded:
-        def __init__(self, name):
-            self.name, self.kernel = name, getattr(interpreted, name)
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
 
         def __getitem__(self, grid):
             launched.append(self.name)
             return self.kernel[grid]
 
-    for name in ("statistics_kernel", "tile_gradient_kernel", "finish_kernel"):
-        monkeypatch.setattr(interpreted, name, Recorded(name))
+    for name, module in interpreted.items():
+        monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     problem = make_problem(HeadShape("small", 8, 16, 40), CPU, torch.float16)
     expected = {
         "statistics of a chunk, triton": ["statistics_kernel"],
