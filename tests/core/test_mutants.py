@@ -138,7 +138,7 @@ def labels_unchecked(monkeypatch):
 
     def of(target_T, one_call):
         labels = original(target_T, one_call)
-        return dataclasses.replace(labels, out_of_range_T=torch.zeros_like(labels.out_of_range_T))
+        return dataclasses.replace(labels, no_class_T=torch.zeros_like(labels.no_class_T))
 
     monkeypatch.setattr(call.Labels, "of", of)
 
