@@ -168,5 +168,5 @@ def rates_of(device: Device, dtype: torch.dtype) -> Rates | str:
         FITTED.library_tflops * share,
         FITTED.tile_tflops * share,
         FITTED.tile_ms_per_gigalogit / share,
-        FITTED.terabytes * device.sheet.terabytes / measured.terabytes,
+        FITTED.terabytes * (device.sheet.terabytes / measured.terabytes),
     )
