@@ -20,12 +20,12 @@ import pytest
 triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongforge[triton]')")
 
 from loongforge.dispatch import why_not_gluon  # noqa: E402
-from loongforge.kernels import triton_rows, triton_tiles  # noqa: E402
+from loongforge.kernels import triton_rows, triton_tiles, triton_tiles_finish  # noqa: E402
 from tests.kernels import test_triton_compile as rows  # noqa: E402
 from tests.kernels import test_triton_tiles_compile as tiles  # noqa: E402
 from tests.kernels.test_triton_compile import pytestmark  # noqa: E402, F401
 
-MODULES = [triton_rows, triton_tiles]
+MODULES = [triton_rows, triton_tiles_finish, triton_tiles]
 if why_not_gluon() is None:
     MODULES.append(importlib.import_module("loongforge.kernels.gluon_tiles"))
 VALUES = {"factor", "softcap", "bias_ptr", "class_weight_ptr", "weighted_sum_ptr", "uniform_ptr", "uniform"}
@@ -111,9 +111,18 @@ def test_row_kernels(stripped, name, target, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ("statistics_kernel", "tile_gradient_kernel"))
-@pytest.mark.parametrize("module", MODULES[1:], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", MODULES[2:], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_tile_kernels(stripped, module, name):
     compiled = tiles.compiled if module is triton_tiles else tiles.compiled_gluon
-    ours = instructions(compiled(getattr(module, name), "bf16", "identity", False))
-    bare = instructions(compiled(getattr(stripped[module], name), "bf16", "identity", False))
+    ours = instructions(compiled(getattr(module, name), "bf16", "identity", "nothing"))
+    bare = instructions(compiled(getattr(stripped[module], name), "bf16", "identity", "nothing"))
+    assert len(bare) > 100 and ours == bare
+
+
+@pytest.mark.parametrize("first", (True, False))
+def test_what_follows_the_tiles(stripped, first):
+    kernels = (module.finish_kernel for module in (triton_tiles_finish, stripped[triton_tiles_finish]))
+    ours, bare = (
+        instructions(tiles.compiled_finish(kernel, "sm_90", "bf16", "identity", "nothing", first)) for kernel in kernels
+    )
     assert len(bare) > 100 and ours == bare
