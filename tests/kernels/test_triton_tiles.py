@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from loongforge import LossOptions, linear_cross_entropy
+from loongforge.kernels.interface import Chunk, RowStats
 from loongforge.kernels.reference import reference_loss
 from loongforge.plan import KEPT_MULTIPLE
 from tests.helpers import poison_memory, worst
 from tests.kernels import gluon_machine
-from tests.kernels.triton_cases import DEVICE, INTERPRETED
+from tests.kernels.triton_cases import DEVICE, IDENTITY, INTERPRETED, SOFTCAP, assert_close, x_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(
@@ -135,6 +136,86 @@ def test_ragged_shapes(tiles, num_tokens, hidden_size, num_classes):
         bound = 1e-6 + hidden_size / 16 * 2**-24
         assert errors[0] < bound < error_of_rounded_logits(inputs, 0.7) / 10
         assert worst(errors[1:]) < 1e-3
+
+
+FIRST_CLASS = 1000
+
+
+class Rows:
+    """Part of a head from class :data:`FIRST_CLASS` on, with labels all over it, beyond both ends and negative."""
+
+    def __init__(self, num_tokens, num_classes, plain=True):
+        self.hidden, self.weight, bias, _, _ = make(num_tokens, 24, num_classes, torch.float16)
+        self.bias = None if plain else bias
+        self.transform = IDENTITY if plain else SOFTCAP
+        self.class_weight = None if plain else torch.rand(num_classes, device=DEVICE) + 0.5
+        self.label = FIRST_CLASS + torch.arange(num_tokens, device=DEVICE) * 37 % num_classes
+        for place, label in enumerate((FIRST_CLASS + num_classes, FIRST_CLASS - 1, -100, 3)):
+            self.label[place + 2 :: 7] = label
+
+    def logits(self):
+        z_TV = self.hidden.double() @ self.weight.double().t()
+        return x_of(z_TV if self.bias is None else z_TV + self.bias.double(), self.transform)
+
+    def accumulate(self, tiles, stats, first, start=0, stop=None):
+        """Columns ``[start, stop)`` through the tile kernels."""
+        part = slice(start, stop)
+        bias, class_weight = (None if given is None else given[part] for given in (self.bias, self.class_weight))
+        chunk = Chunk(self.label, FIRST_CLASS + start, self.transform, class_weight)
+        tiles.accumulate(self.hidden, self.weight[part], bias, chunk, stats, first)
+
+    def garbage(self):
+        """Statistics that hold NaN and numbers."""
+        full = torch.full((4, len(self.hidden)), torch.nan, device=DEVICE)
+        full[:, ::2] = 80.0
+        return RowStats(*full[:3], full[3] if self.class_weight is not None else None)
+
+    def check(self, stats):
+        x_TV, num_classes = self.logits(), len(self.weight)
+        column = self.label - FIRST_CLASS
+        here = (column >= 0) & (column < num_classes)
+        assert_close(stats.max_T, x_TV.amax(1), 2e-6)
+        exponentials_TV = torch.exp(x_TV - stats.max_T.double()[:, None])
+        assert_close(stats.sum_exp_T, exponentials_TV.sum(1), 4e-6)
+        label_logit = x_TV.gather(1, column.clamp(0, num_classes - 1)[:, None])[:, 0]
+        assert_close(stats.label_logit_T, torch.where(here, label_logit, 0.0), 2e-6)
+        assert (stats.label_logit_T[~here] == 0).all()
+        if self.class_weight is not None:
+            weighted_TV = self.class_weight.double() * x_TV
+            error_T = (stats.weighted_sum_T.double() - weighted_TV.sum(1)).abs()
+            assert (error_T <= 2e-6 * weighted_TV.abs().sum(1)).all()
+
+
+@pytest.mark.parametrize("plain", (True, False), ids=("plain", "options"))
+@pytest.mark.parametrize("num_tokens, num_classes", [(1, 1), (63, 383), (65, 385), (129, 513), (70, 769)])
+def test_first_statistics_overwrite_whatever_was_there(tiles, num_tokens, num_classes, plain):
+    """Tiles of 256 and 384 columns and of 128 rows that end anywhere, several of them for a program."""
+    rows = Rows(num_tokens, num_classes, plain)
+    rows.accumulate(tiles, stats := rows.garbage(), first=True)
+    rows.check(stats)
+
+
+@pytest.mark.parametrize("plain", (True, False), ids=("plain", "options"))
+def test_two_chunks_are_folded_into_one(tiles, plain):
+    rows = Rows(65, 769, plain)
+    rows.accumulate(tiles, stats := rows.garbage(), True, 0, 384)
+    rows.accumulate(tiles, stats, False, 384, 769)
+    rows.check(stats)
+
+
+@pytest.mark.parametrize("plain", (True, False), ids=("product", "bias"))
+def test_columns_past_the_end_are_less_than_logits_of_minus_infinity(tiles, plain):
+    """The loads give zeros there; a row of nothing but -inf has the sum 0, and later logits are all that it holds."""
+    rows = Rows(65, 385 + 300, plain)
+    rows.class_weight, rows.transform = None, IDENTITY  # its weighted sum would be -inf, the cap of -inf is finite
+    if plain:
+        rows.hidden[:, 0], rows.weight[:385, 0] = 1.0, -torch.inf
+    else:
+        rows.bias[:385] = -torch.inf
+    rows.accumulate(tiles, stats := rows.garbage(), True, 0, 385)
+    assert (stats.max_T == -torch.inf).all() and (stats.sum_exp_T == 0).all()
+    rows.accumulate(tiles, stats, False, 385, None)
+    rows.check(stats)
 
 
 def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
