@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loongforge import LossOptions, linear_cross_entropy
 from loongforge import plan as planning
+from loongforge.call import Labels
 from loongforge.plan import logits_budget
 from tests.helpers import poison_memory
 
@@ -114,3 +115,18 @@ def test_a_group_of_another_kind_is_refused():
 def test_numbers_that_the_statistics_cannot_hold_are_refused(option):
     with pytest.raises(ValueError, match=next(iter(option))):
         LossOptions(**option)
+
+
+@pytest.mark.parametrize("ignore_index", (-100, -1, 0, 3, 5, 2**40))
+def test_labels_that_are_ignored_and_that_are_no_class(ignore_index):
+    """Of five classes.  An ignored row is 0 whether or not its label is a class, a mistake NaN, whatever was there."""
+    labels = [0, 3, 4, 5, 9, -1, -7, -100, 2**40, -(2**40)]
+    mistakes = [not 0 <= label < 5 and label != ignore_index for label in labels]
+    found = Labels.among(torch.tensor(labels), 5, ignore_index)
+    assert found.ignored_T.tolist() == [label == ignore_index for label in labels]
+    assert found.out_of_range_T.tolist() == mistakes
+    for before in (2.0, torch.nan, torch.inf):
+        marked = found.mark_(torch.full((len(labels),), before))
+        expected = [0.0 if label == ignore_index else before for label in labels]
+        expected = torch.tensor(expected).masked_fill(torch.tensor(mistakes), torch.nan)
+        torch.testing.assert_close(marked, expected, equal_nan=True, rtol=0, atol=0)

@@ -121,6 +121,9 @@ def test_label_check_names_row_and_value(monkeypatch):
     with pytest.raises(IndexError, match=r"labels must be in \[0, 90\)"):
         linear_cross_entropy(hidden, inputs.weight, target, vocab_size=90)
     linear_cross_entropy(hidden, inputs.weight, inputs.target.view(3, 4))
+    ignored = target.masked_fill(target == -100, 101)
+    with pytest.raises(IndexError, match=r"target\[2, 3\] is -4: .* \(1 such"):
+        linear_cross_entropy(hidden, inputs.weight, ignored, ignore_index=101)
     monkeypatch.setenv("LCE_CHECK_LABELS", "0")
     linear_cross_entropy(hidden, inputs.weight, target)
 
