@@ -14,8 +14,8 @@ A warpgroup holds its part of a tile in accumulators of 128 columns: three for t
 wider tile loads less per product and what moves operands takes power from the clock; two where gradients or options
 need the registers.
 
-A block's first four warps do nothing.  They would wait for each other at barrier 0, which racecheck takes for a
-barrier of the whole block (``docs/performance.md``); other warps have barriers with numbers of their own.
+A block's first four warps do nothing.  Among themselves they would wait at barrier 0, which racecheck takes for a
+barrier of the whole block (``docs/performance.md``); the barriers of other warps have numbers of their own.
 
 Gluon is an experimental part of Triton: ``dispatch.py`` says with which versions this file is used.
 """
@@ -174,6 +174,7 @@ def _logit(z, first, bias_ptr, num_classes, factor, softcap, TRANSFORM: gl.const
 @gluon.jit
 def _statistics_tiles(ring, work, shape, TRANSFORM: gl.constexpr, WEIGHTED_SUM: gl.constexpr, STAGES: gl.constexpr,
                       UNITS: gl.constexpr, WARPGROUP: gl.constexpr):  # fmt: skip
+    gl.static_assert(UNITS == NARROW or not WEIGHTED_SUM, "a weighted sum adds up two accumulators")
     bias_ptr, partial_ptr, class_weight_ptr, factor, softcap = work
     num_tokens, num_classes, hidden_size = shape
     BLOCK_C: gl.constexpr = COLUMNS * UNITS

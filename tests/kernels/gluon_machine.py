@@ -206,9 +206,13 @@ def _shared_functions():
     }  # fmt: skip
 
 
+def _static_assert(condition, message):
+    assert condition, message
+
+
 def _language():
     return types.SimpleNamespace(
-        **_shared_functions(), static_range=range, SliceLayout=lambda axis, layout: None,
+        **_shared_functions(), static_range=range, static_assert=_static_assert, SliceLayout=lambda axis, layout: None,
         arange=lambda start, stop, layout: torch.arange(start, stop), zeros=_zeros,
         program_id=lambda axis: _here.program[0], num_programs=lambda axis: _here.program[1],
         allocate_shared_memory=_allocate, warp_specialize=_warp_specialize,
