@@ -15,6 +15,7 @@ import torch
 from loongforge import chunks, out_of_memory
 from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
+from loongforge.matmul import multiplied
 from loongforge.parallel import Tokens
 from loongforge.plan import KeptLogits
 
@@ -76,7 +77,7 @@ class LossSum(torch.autograd.Function):
                 grads.append(None)
                 continue
             shape, dtype = like
-            grads.append(torch.mul(saved, factor, out=torch.empty_like(saved, dtype=dtype)).view(shape))
+            grads.append(multiplied(saved, factor, dtype).view(shape))
         return *grads, None, None, None, None, None
 
 

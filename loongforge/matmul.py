@@ -44,12 +44,25 @@ def project_(
 def column_sums_(out_C: torch.Tensor, a_TC: torch.Tensor) -> torch.Tensor:
     """``out = a.sum(0)`` in out's dtype.
 
-    On a GPU ``torch.sum`` over rows allocates many partial sums for each column; a product with ones needs none.
+    ``torch.sum`` allocates many partial sums for each column on a GPU, and a wider copy of ``a`` on a CPU; a product
+    with ones does not.
     """
-    if a_TC.dtype in _LOW_PRECISION and out_C.dtype == torch.float32 and has_float32_output(a_TC.device):
+    has_product = a_TC.device.type == "cpu" or has_float32_output(a_TC.device)
+    if a_TC.dtype in _LOW_PRECISION and out_C.dtype == torch.float32 and has_product:
         product_(out_C[None], a_TC.new_ones(1, a_TC.shape[0]), a_TC)
         return out_C
     return torch.sum(a_TC, 0, dtype=out_C.dtype, out=out_C)
+
+
+def multiplied(a: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``a * factor``, rounded once to ``dtype``: in pieces on a CPU, where torch makes a wider copy of the result."""
+    result = torch.empty_like(a, dtype=dtype)
+    if a.device.type != "cpu" or dtype == a.dtype:
+        return torch.mul(a, factor, out=result)
+    num_rows = max(1, PIECE_ELEMENTS // max(1, a[:1].numel()))
+    for piece, rounded in zip(a.split(num_rows), result.split(num_rows), strict=True):
+        torch.mul(piece, factor, out=rounded)
+    return result
 
 
 def _product_in_pieces(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, accumulate: bool) -> torch.Tensor:

@@ -28,25 +28,28 @@ def explained(
         traceback.clear_frames(error.__traceback__)  # what the call itself had allocated counts as there
         there = _free(device) + (kept.num_bytes if kept is not None else 0)
         others = logits_budget.bytes_in_use - (own.num_bytes if own is not None else 0)
-        raise type(error)(f"{error}\n{advice(plan, there, others)}") from error
+        of_gradients = own.gradient_bytes if own is not None else 0
+        raise type(error)(f"{error}\n{advice(plan, there, others, of_gradients)}") from error
 
 
-def advice(plan: ChunkPlan, there: int, others: int = 0) -> str:
-    """What to set so that a call of this plan fits into ``there`` bytes; other calls hold ``others`` of the budget."""
+def advice(plan: ChunkPlan, there: int, others: int = 0, gradient_bytes: int = 0) -> str:
+    """What to set so that a call of this plan fits into ``there`` bytes; other calls hold ``others`` of the budget.
+
+    ``gradient_bytes``: from which budget on gradients would be computed in forward, 0 where none does that.
+    """
     needed = (
         f"loongforge: the output layer over {plan.num_tokens} tokens, hidden size {plan.hidden_size} and "
         f"{plan.vocab_rows} vocabulary rows needs {_mib(plan.peak_bytes)} above its inputs "
         f"({plan.explain()}) and had {_mib(there)}. "
     )
-    rows = rows_that_fit(plan, there)
+    budget = budget_that_fits(plan, there, others, gradient_bytes)
     keeps = plan.kept_rows > 0 or plan.tokens_per_chunk > 0
-    if rows is not None and plan.peak_bytes <= there:
+    if plan.peak_bytes <= there:
         return needed + (
             "That should have fitted: the free memory is in pieces. Set PYTORCH_CUDA_ALLOC_CONF="
             "expandable_segments:True, or lower LCE_LOGITS_BUDGET_MB."
         )
-    if rows is not None and keeps:
-        budget = (replace(plan, kept_rows=rows, tokens_per_chunk=0).kept_bytes + others) // _MIB
+    if budget is not None and keeps:
         return needed + f"LCE_LOGITS_BUDGET_MB={budget} (option logits_budget_mb) would fit; 0 keeps no logits."
     width = width_that_fits(plan, there)
     first = "LCE_LOGITS_BUDGET_MB=0 and " if keeps else "LCE_LOGITS_BUDGET_MB is 0 in effect: no logits are kept. "
@@ -66,13 +69,23 @@ def advice(plan: ChunkPlan, there: int, others: int = 0) -> str:
     )
 
 
-def rows_that_fit(plan: ChunkPlan, there: int) -> int | None:
-    """Most vocabulary rows that could be kept within ``there`` bytes; None where not even 0 fit."""
-    candidates = [plan.vocab_rows, *range(plan.vocab_rows // KEPT_MULTIPLE * KEPT_MULTIPLE, -1, -KEPT_MULTIPLE)]
-    for rows in candidates:
-        if replace(plan, kept_rows=rows, tokens_per_chunk=0).peak_bytes <= there:
-            return rows
-    return None
+def budget_that_fits(plan: ChunkPlan, there: int, others: int = 0, gradient_bytes: int = 0) -> int | None:
+    """The budget in MiB, with ``others`` added, that keeps most within ``there`` bytes; None where not even 0 fits.
+
+    Of several the smallest.  Those that compute gradients in forward (see :func:`advice`) are not named.
+    """
+    plain = replace(plan, kept_rows=0, withheld_rows=0, tokens_per_chunk=0)
+    most, best = -1, None
+    for rows in [*range(0, plan.vocab_rows, KEPT_MULTIPLE), plan.vocab_rows]:
+        budget = replace(plain, kept_rows=rows).kept_bytes + others
+        budget = -(-budget // _MIB) if rows == plan.vocab_rows else budget // _MIB
+        free = max(0, budget * _MIB - others)
+        if gradient_bytes and gradient_bytes <= free < plan.unfused_bytes:
+            continue
+        granted = plain.keeping(free)
+        if granted.kept_rows > most and granted.peak_bytes <= there:
+            most, best = granted.kept_rows, budget
+    return best
 
 
 def width_that_fits(plan: ChunkPlan, there: int) -> int | None:

@@ -306,11 +306,10 @@ def _mib(num_bytes: int) -> str:
 class Reservation:
     """Bytes granted to one call, for logits or for gradients; given back when the last reference to it goes."""
 
-    def __init__(self, budget: LogitsBudget, num_bytes: int, plan: ChunkPlan) -> None:
-        self._budget = budget
-        self.num_bytes = num_bytes
-        self.plan = plan
-        """What these bytes make of the plan that was asked for."""
+    def __init__(self, budget: LogitsBudget, num_bytes: int, plan: ChunkPlan, gradient_bytes: int) -> None:
+        self._budget, self.num_bytes = budget, num_bytes
+        self.plan, self.gradient_bytes = plan, gradient_bytes
+        """What these bytes make of the plan that was asked for, and how many gradients in forward take (0: none)."""
 
     def __del__(self) -> None:
         self._budget.release(self.num_bytes)
@@ -387,7 +386,7 @@ class LogitsBudget:
             other = in_forward if gradient_bytes <= free < wanted else None
             if other is not None and other.tensor_bytes < plan.keeping(wanted).tensor_bytes:
                 granted, num_bytes = other, gradient_bytes
-            reservation = Reservation(self, num_bytes, granted)
+            reservation = Reservation(self, num_bytes, granted, gradient_bytes if in_forward is not None else 0)
             self._granted += num_bytes
         return reservation
 

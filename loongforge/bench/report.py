@@ -53,7 +53,8 @@ def median_floor_ms(results: Sequence[Result], earlier: Collection[str] = ()) ->
 def duels(results: Sequence[Result]) -> list[str]:
     """For each peer: the smallest budget of ours at or below it in memory, time and gradient error, or the distance.
 
-    Time is that over the floor right in front, which the state of the GPU and the run matter least to.  Means are compared with means and losses per token with losses per token: their upstream gradients differ.
+    Time is that over the floor right in front, which the state of the GPU and the run matter least to.  Means are
+    compared with means and losses per token with losses per token: their upstream gradients differ.
     """
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
     lines = []

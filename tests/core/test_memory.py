@@ -67,6 +67,31 @@ def test_peak_of_gradients_in_forward_stays_under_the_stated_sum(dtype):
     assert measured.peak <= plan.peak_bytes < logits_alive
 
 
+@pytest.mark.parametrize(("sizes", "reduction"), (((700, 32, 6000), "none"), ((300, 40, 6144), "sum")))
+def test_low_precision_makes_no_wider_copies_on_a_cpu(sizes, reduction, monkeypatch):
+    """Neither of a chunk for the sum that is grad_bias, nor of gradients in forward where they are multiplied."""
+    for name in ("matmul.PIECE_ELEMENTS", "plan.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
+        monkeypatch.setattr(f"loongforge.{name}", 1 << 14)
+    inputs = make_inputs(*sizes, torch.bfloat16, bias=reduction == "none").leaves()
+    plans, reserve = [], LogitsBudget.reserve
+
+    def record(*given):
+        plans.append(reserve(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(LogitsBudget, "reserve", record)
+
+    def call():
+        loss = linear_cross_entropy(
+            *inputs.tensors[:2], inputs.target, bias=inputs.bias, reduction=reduction, logits_budget_mb=1
+        )
+        loss.sum().backward()
+
+    measured = record_allocations(call).peak
+    plan = plans.pop().plan
+    assert measured <= plan.peak_bytes and (plan.tokens_per_chunk > 0) == (reduction == "sum")
+
+
 @shapes
 @pytest.mark.parametrize("budget", (0, 1, "all"))
 def test_the_stated_sum_is_tight(shape, budget, monkeypatch):

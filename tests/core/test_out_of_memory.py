@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loongforge import chunks, linear_cross_entropy, out_of_memory
-from loongforge.out_of_memory import advice, rows_that_fit, width_that_fits
-from loongforge.plan import ChunkPlan
+from loongforge import LossOptions, chunks, linear_cross_entropy, out_of_memory
+from loongforge.out_of_memory import advice, budget_that_fits, width_that_fits
+from loongforge.plan import ChunkPlan, LogitsBudget, plan_chunks
 
 MIB = 1 << 20
 PLAN = ChunkPlan(
@@ -43,7 +43,7 @@ def test_other_calls_share_of_the_budget_is_added():
 @pytest.mark.parametrize("plan", [PLAN, NOTHING_KEPT])
 def test_where_nothing_may_be_kept_narrower_chunks_are_named(plan):
     there = NOTHING_KEPT.peak_bytes - 32 * MIB
-    assert rows_that_fit(plan, there) is None
+    assert budget_that_fits(plan, there) is None
     text = advice(plan, there)
     width = suggested(text, "LCE_FWD_VOCAB_SPLIT_SIZE")
     assert width == suggested(text, "LCE_BWD_VOCAB_SPLIT_SIZE") == width_that_fits(plan, there) < 8192
@@ -64,6 +64,30 @@ def test_gradients_in_forward_fall_back_to_a_budget():
     plan = replace(PLAN, kept_rows=0, tokens_per_chunk=4096)
     budget = suggested(advice(plan, 2500 * MIB), "LCE_LOGITS_BUDGET_MB")
     assert 0 < budget < plan.unfused_bytes // MIB
+
+
+@pytest.mark.parametrize("others", (0, 5 * MIB + 12345))
+@pytest.mark.parametrize(("impl", "sizes", "first", "share"), [
+    ("generic", (16384, 4096, 3100), 90, 0.88),  # all logits, which no whole number of MiB is, take less than some
+    ("generic", (8192, 7168, 8449), 33, 0.93),  # as many rows as fit would be withheld
+    ("triton", (8192, 1024, 25344), 359, 0.93),  # gradients in forward do not fit, and a lower budget asks for them too
+    ("triton", (8192, 256, 50304), "all", 0.43),  # all logits do not, nor gradients in forward
+])  # fmt: skip
+def test_a_call_with_the_budget_that_is_named_takes_no_more_than_there_is(impl, sizes, first, share, others):
+    tokens, hidden, vocab = sizes
+    plan, in_forward = (plan_chunks(impl, *sizes, 2, gradients_in_forward=x) for x in (False, True))
+    in_forward, saved = (in_forward, 4 * vocab * hidden + 2 * tokens * hidden) if impl == "triton" else (None, 0)
+
+    def reserve(limit):
+        budget = LogitsBudget()
+        budget.release(-others)  # live calls elsewhere hold them
+        return budget.reserve(LossOptions(logits_budget_mb=limit), plan, in_forward, saved)
+
+    failed = reserve(first)
+    there = int(share * failed.plan.peak_bytes)
+    text = advice(failed.plan, there, others, failed.gradient_bytes)
+    assert "(option logits_budget_mb) would fit" in text and there < failed.plan.peak_bytes
+    assert reserve(suggested(text, "LCE_LOGITS_BUDGET_MB")).plan.peak_bytes <= there
 
 
 @pytest.mark.parametrize(("direction", "options"), [

@@ -206,7 +206,9 @@ def test_what_the_page_says_of_peers_below_our_settings():
     assert below == set()
     page = " ".join(text_of(ROOT / "docs/performance.md").split())
     shard = {one["name"]: one["peak_mib"] for one in results if one["shape"] == "dsv3-tp8"}
-    said = re.findall(r"everything kept takes (\d+) MiB and nothing kept (\d+): .* 252 MiB, stays (\d\.\d) MiB below", page)
+    said = re.findall(
+        r"everything kept takes (\d+) MiB and nothing kept (\d+): .* 252 MiB, stays (\d\.\d) MiB below", page
+    )
     distance = shard["liger triton fp32 acc"] - shard["loongforge mean 252"]
     assert [[float(number) for number in numbers] for numbers in said] == [
         [round(shard["loongforge mean all"]), round(shard["loongforge mean 0"]), round(distance, 1)]
