@@ -234,6 +234,7 @@ def prepare_call(
         scaled=dtype == torch.float16,
         ranks_add_rounded=parallel.size > 1 and not options.fp32_grad_hidden,
         ranks_add_float32=parallel.size > 1 and options.fp32_grad_hidden,
+        frozen_weight=has_adapter or not weight.requires_grad,
     )  # fmt: skip
     plan, reservation = plan_for(), None
     if needs_grad and not _will_be_run_again():

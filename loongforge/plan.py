@@ -61,6 +61,8 @@ class ChunkPlan:
     """Other ranks' shares are added to grad_hidden, which is rounded for that beside the last chunk."""
     ranks_add_float32: bool = False
     """They are added to the float32 grad_hidden."""
+    frozen_weight: bool = False
+    """No gradient of the weight is computed, or only an adapter's."""
 
     def kept_ranges(self, kept_rows: int) -> list[tuple[int, int]]:
         """Row ranges of kept logits, a product each."""
@@ -81,8 +83,8 @@ class ChunkPlan:
     @property
     def num_products(self) -> int:
         """Products that grad_hidden is the sum of."""
-        of_kept = _num_ranges(self.kept_rows, self.forward_width) if self.kept_in_chunks else self.kept_rows > 0
-        return of_kept + _num_ranges(self.vocab_rows - self.kept_rows, self.backward_width)
+        of_kept = -(-self.kept_rows // self.forward_width) if self.kept_in_chunks else self.kept_rows > 0
+        return of_kept + -(-(self.vocab_rows - self.kept_rows) // self.backward_width)
 
     @property
     def unfused_bytes(self) -> int:
@@ -115,8 +117,9 @@ class ChunkPlan:
         """Most bytes above the inputs at any moment of forward and backward, gradients and kept logits included.
 
         Holds for contiguous hidden and weight of the plan's dtype.  On top come: under sequence parallelism the
-        gathered hidden states and this rank's slice of their gradient; where autocast casts the weight, one chunk of
-        its rows; in code of ``torch.compile``, which holds the kept logits until the end of backward, these.
+        gathered hidden states and this rank's slice of their gradient; the gradients of padded rows and of an adapter;
+        where autocast casts the weight, one chunk of its rows, and its gradient is wider; in code of
+        ``torch.compile``, which holds the kept logits until the end of backward, these.
         """
         hidden, rows, wide = self.hidden_size, self.vocab_rows, self._wide
         tokens = self.tokens_per_chunk or self.num_tokens
@@ -151,16 +154,18 @@ class ChunkPlan:
             kept, chunk = (kept, chunk + rounded) if left else (kept + rounded, chunk)
         forward = self.kept_bytes + (0 if self.in_tiles else self._logits_bytes(min(self.forward_width, left)))
         backward = sum_hidden + max(max(kept, chunk) + scratch, rounded)
-        return max(forward + scratch, backward + self.vocab_rows * self.hidden_size * operand)
+        grad_weight = 0 if self.frozen_weight else self.vocab_rows * self.hidden_size * operand
+        return max(forward + scratch, backward + grad_weight)
 
     def _product_bytes(self, rows: int, itemsize: int) -> int:
         """What the products of logit gradients [T, rows] take beside these."""
         rounded = self.num_tokens * rows * self.operand_itemsize if self.operand_itemsize < itemsize else 0
-        return rounded + (rows * self.hidden_size * self._wide if self.scaled else 0)
+        return rounded + (rows * self.hidden_size * self._wide if self.scaled and not self.frozen_weight else 0)
 
     def _most_bytes_with_gradients_in_forward(self, scratch: int) -> int:
         """A chunk of tokens, with all of its logits, beside the gradients' sums, or the gradients beside these."""
-        weight, tokens_TH = self.vocab_rows * self.hidden_size, self.num_tokens * self.hidden_size
+        weight = 0 if self.frozen_weight else self.vocab_rows * self.hidden_size
+        tokens_TH = self.num_tokens * self.hidden_size
         chunk = replace(self, num_tokens=self.tokens_per_chunk, tokens_per_chunk=0, kept_rows=self.vocab_rows)
         in_chunk = chunk._most_bytes(scratch) - weight * self.operand_itemsize  # into the sum instead
         sums = weight * self._wide + tokens_TH * (self._wide if self.scaled else self.operand_itemsize)
@@ -293,10 +298,6 @@ def rows_that_fit(num_bytes: int, num_tokens: int, vocab_rows: int, itemsize: in
 def _ranges(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, step):
         yield first, min(first + step, stop)
-
-
-def _num_ranges(length: int, step: int) -> int:
-    return -(-length // step)
 
 
 def _mib(num_bytes: int) -> str:

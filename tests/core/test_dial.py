@@ -249,6 +249,31 @@ def test_gradients_in_forward_take_less_than_all_logits_or_are_not_computed(size
     assert pays in taken and (pays or len(taken) == 1)
 
 
+@pytest.mark.parametrize("weight", ("frozen", "below an adapter"))
+def test_gradients_in_forward_of_a_frozen_weight_take_less_than_all_logits(weight, monkeypatch):
+    """T = H: no sum for the gradient of the weight stands beside a chunk of tokens."""
+    inputs, plans, reserve = make_inputs(300, 300, 4000).leaves(), [], LogitsBudget.reserve
+    low_rank, up = torch.randn(300, 4, requires_grad=True), torch.randn(4000, 4, requires_grad=True)
+    inputs.weight.requires_grad_(False)
+
+    def record(*given):
+        plans.append(reserve(*given))
+        return plans[-1]
+
+    monkeypatch.setattr(LogitsBudget, "reserve", record)
+
+    def step():
+        more = {"adapter": (low_rank, up)} if weight == "below an adapter" else {}
+        linear_cross_entropy(*inputs.tensors, inputs.target, logits_budget_mb=4, **more).backward()
+
+    for name in ("matmul.PIECE_ELEMENTS", "plan.PIECE_ELEMENTS", "kernels.generic.BLOCK_ELEMENTS"):
+        monkeypatch.setattr(f"loongforge.{name}", 1 << 14)
+    measured, plan = record_allocations(step).peak, plans.pop().plan
+    assert plan.tokens_per_chunk > 0
+    if weight != "below an adapter":  # which joins chunks of both weights
+        assert measured <= plan.peak_bytes
+
+
 @pytest.mark.parametrize("limit", (0, 100, 378, 400, 504, 505, 600, "all"))
 def test_only_what_is_kept_is_reserved(limit):
     plan = plan_chunks("triton", *HEADS["dsv3-tp8"], 2)
