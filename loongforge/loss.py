@@ -153,7 +153,7 @@ def _denominator(
         weight_T = weight_T if token_weight_T is None else weight_T * token_weight_T
         count = torch.where(valid_T, weight_T, 0.0).sum()
     else:
-        count = num_valid
+        return num_valid.clamp_min(1)
     return torch.where((num_valid != 0) | (count != 0), count, 1).to(dtype)
 
 

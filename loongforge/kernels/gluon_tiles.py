@@ -1,21 +1,13 @@
 """The tile kernels of :mod:`loongforge.kernels.triton_tiles` with specialised warps, in Gluon, for Hopper.
 
-A program is a ring of shared-memory stages and groups of warps around it.  One warp loads tiles of hidden and weight
-with the tensor memory accelerator; two warpgroups take 64 of the 128 rows of a tile each, multiply what has arrived
-and work on the result.  The loading warp runs ahead through every epilogue, so that the tensor cores find the next
-tile's operands waiting: what the plain Triton kernels lose between two tiles (``docs/performance.md``).
-
-    ready[stage]: the loads of a stage have landed          (1 arrival, and the bytes)
-    free[stage]:  both warpgroups have finished reading it  (2 arrivals)
-
-Step ``i`` of all tiles uses stage ``i % STAGES`` and phase ``i // STAGES % 2`` of its barriers.
-
+A program has two warpgroups that multiply what a third group of warps loads: :mod:`loongforge.kernels.gluon_ring`.
 A warpgroup holds its part of a tile in accumulators of 128 columns: three for the statistics of plain logits, since a
 wider tile loads less per product and what moves operands takes power from the clock; two where gradients or options
 need the registers.
 
-A block's first four warps do nothing.  Among themselves they would wait at barrier 0, which racecheck takes for a
-barrier of the whole block (``docs/performance.md``); the barriers of other warps have numbers of their own.
+A block's first four warps compute the logits at the labels meanwhile, each a row by itself.  Were they to wait for
+each other it would be at barrier 0, which racecheck takes for a barrier of the whole block (``docs/performance.md``);
+other warps have barriers with numbers of their own.
 
 Gluon is an experimental part of Triton: ``dispatch.py`` says with which versions this file is used.
 """
@@ -25,127 +17,38 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from loongforge.kernels.triton_rows import _float_from_bits, _gradient, _transform
-from loongforge.kernels.triton_tiles import TritonTileKernels, _exponentials, _tile_position, _weighted_tile
+from loongforge.kernels.gluon_ring import (
+    BLOCK_H,
+    BLOCK_T,
+    COLUMNS,
+    GROUP,
+    OPERAND,
+    REGISTERS,
+    ROWS,
+    TILE,
+    WARPGROUPS,
+    WIDE,
+    _load_tiles,
+    _logits,
+    _nothing,
+    _open_ring,
+)
+from loongforge.kernels.interface import Chunk, RowStats
+from loongforge.kernels.triton_rows import LOG2_E, _float_from_bits, _gradient, _offset, _transform
+from loongforge.kernels.triton_tiles import TritonTileKernels, _tile_position, _weighted_tile
 
-_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
 _copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-WARPGROUPS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # of a warpgroup: the height of one tensor core instruction
-BLOCK_T = gl.constexpr(128)
-COLUMNS = gl.constexpr(128)  # of an accumulator, and of one instruction
-BLOCK_H = gl.constexpr(32)  # half of the widest swizzle: more and shorter stages, which is faster
-WIDE = gl.constexpr(3)  # accumulators
-NARROW = gl.constexpr(2)
+NARROW = gl.constexpr(2)  # accumulators
 WIDE_STAGES = gl.constexpr(7)  # as many as shared memory holds
 NARROW_STAGES = gl.constexpr(8)  # beside the staging buffers
-GROUP = gl.constexpr(8)
-REGISTERS = gl.constexpr(224)  # of a thread that multiplies; the loading warp needs 24
-TILE = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16]))
-OPERAND = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))  # rows of BLOCK_H
 STAGING = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
-
-
-@gluon.jit
-def _nothing():
-    pass
-
-
-@gluon.jit
-def _set_up(ready, free, STAGES: gl.constexpr):
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=WARPGROUPS)
-    fence_async_shared()
-
-
-@gluon.jit
-def _open_ring(dtype: gl.constexpr, STAGES: gl.constexpr, UNITS: gl.constexpr):
-    """Stages and their barriers: hidden, weight, ready, free."""
-    hidden_ring = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, BLOCK_H], OPERAND)
-    weight_ring = gl.allocate_shared_memory(dtype, [STAGES * UNITS, COLUMNS, BLOCK_H], OPERAND)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    gl.warp_specialize(
-        [(_nothing, ()), (_set_up, (ready, free, STAGES)), (_nothing, ()), (_nothing, ())],
-        [4, 4, 1],
-        [REGISTERS, REGISTERS, 24],
-    )
-    return hidden_ring, weight_ring, ready, free
-
-
-@gluon.jit
-def _load_tiles(hidden_desc, weight_desc, ring, shape, STAGES: gl.constexpr, UNITS: gl.constexpr):
-    """What the loading warp does: every step of every tile of this program, as soon as a stage is free."""
-    hidden_ring, weight_ring, ready, free = ring
-    num_tokens, num_classes, hidden_size = shape
-    BLOCK_C: gl.constexpr = COLUMNS * UNITS
-    num_tiles = gl.cdiv(num_tokens, BLOCK_T) * gl.cdiv(num_classes, BLOCK_C)
-    step = 0
-    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        tile_t, tile_c = _tile_position(tile, num_tokens, num_classes, BLOCK_T, BLOCK_C, GROUP)
-        for k in range(0, hidden_size, BLOCK_H):
-            stage = step % STAGES
-            # The first round finds every stage free: the phase before a barrier's first counts as completed.
-            mbarrier.wait(free.index(stage), step // STAGES % 2 ^ 1)
-            mbarrier.expect(ready.index(stage), (BLOCK_T + BLOCK_C) * BLOCK_H * 2)
-            for group in gl.static_range(WARPGROUPS):
-                _copy_in(
-                    hidden_desc, [tile_t * BLOCK_T + group * ROWS, k], ready.index(stage),
-                    hidden_ring.index(stage * WARPGROUPS + group),
-                )  # fmt: skip
-            for unit in gl.static_range(UNITS):
-                _copy_in(
-                    weight_desc, [tile_c * BLOCK_C + unit * COLUMNS, k], ready.index(stage),
-                    weight_ring.index(stage * UNITS + unit),
-                )  # fmt: skip
-            step += 1
-
-
-@gluon.jit
-def _multiply(ring, step, a, b, c, STAGES: gl.constexpr, UNITS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """Add the products of one step; those of the step before have read their stage."""
-    hidden_ring, weight_ring, ready, free = ring
-    stage = step % STAGES
-    mbarrier.wait(ready.index(stage), step // STAGES % 2)
-    hidden = hidden_ring.index(stage * WARPGROUPS + WARPGROUP)
-    a = warpgroup_mma(hidden, weight_ring.index(stage * UNITS).permute((1, 0)), a, is_async=True)
-    b = warpgroup_mma(hidden, weight_ring.index(stage * UNITS + 1).permute((1, 0)), b, is_async=True)
-    if UNITS == WIDE:
-        c = warpgroup_mma(hidden, weight_ring.index(stage * UNITS + 2).permute((1, 0)), c, is_async=True)
-        a, b, c = warpgroup_mma_wait(num_outstanding=UNITS, deps=(a, b, c))
-    else:
-        a, b = warpgroup_mma_wait(num_outstanding=UNITS, deps=(a, b))
-    return a, b, c, step + 1
-
-
-@gluon.jit
-def _logits(ring, step, hidden_size, STAGES: gl.constexpr, UNITS: gl.constexpr, WARPGROUP: gl.constexpr):
-    """float32 logits, two or three of [ROWS, COLUMNS], and the next step; what lies past the end was loaded as 0."""
-    hidden_ring, weight_ring, ready, free = ring
-    # The first products overwrite: by themselves before the loop, so that no register has to be cleared.
-    zeros = gl.zeros((ROWS, COLUMNS), gl.float32, TILE)
-    a, b, c, step = _multiply(ring, step, zeros, zeros, zeros, STAGES, UNITS, WARPGROUP)
-    for _ in range(BLOCK_H, hidden_size, BLOCK_H):
-        a, b, c, step = _multiply(ring, step, a, b, c, STAGES, UNITS, WARPGROUP)
-        mbarrier.arrive(free.index((step + STAGES - 2) % STAGES), count=1)
-    if UNITS == WIDE:
-        a, b, c = warpgroup_mma_wait(num_outstanding=0, deps=(a, b, c))
-    else:
-        a, b = warpgroup_mma_wait(num_outstanding=0, deps=(a, b))
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
-    return a, b, c, step
+LABEL_ROWS = gl.constexpr(4)  # of four warps, a row each
+LABEL_COLUMNS = gl.constexpr(256)
+LABEL_TILE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -169,6 +72,12 @@ def _logit(z, first, bias_ptr, num_classes, factor, softcap, TRANSFORM: gl.const
     if first + COLUMNS > num_classes:  # only the last tiles pay for the mask
         x = gl.where((_columns(first) < num_classes)[None, :], x, float("-inf"))
     return x
+
+
+@gluon.jit
+def _exponentials(x, offset):
+    """``exp(x)`` times ``2 ** -offset`` of its row, rounded once; a product and a difference would cost time."""
+    return gl.exp2(gl.fma(x, LOG2_E, -offset[:, None]))
 
 
 @gluon.jit
@@ -196,11 +105,43 @@ def _statistics_tiles(ring, work, shape, TRANSFORM: gl.constexpr, WEIGHTED_SUM: 
             weighted += _weighted_tile(b, _columns(first + COLUMNS), class_weight_ptr, num_classes)
             gl.store(partial + 2 * plane, gl.sum(weighted, 1), mask=row < num_tokens)
         tile_max = gl.max(gl.maximum(gl.maximum(a, b), c) if UNITS == WIDE else gl.maximum(a, b), 1)
-        total = _exponentials(a, tile_max) + _exponentials(b, tile_max)
+        offset = _offset(tile_max) * LOG2_E
+        total = _exponentials(a, offset) + _exponentials(b, offset)
         if UNITS == WIDE:
-            total += _exponentials(c, tile_max)
+            total += _exponentials(c, offset)
+        # The offset was rounded: what it is off by makes the sum one of exponentials below the maximum itself.
+        rest = gl.exp2(gl.fma(_offset(tile_max), -LOG2_E, offset))
         gl.store(partial, tile_max, mask=row < num_tokens)
-        gl.store(partial + plane, gl.sum(total, 1), mask=row < num_tokens)
+        gl.store(partial + plane, gl.sum(total, 1) * rest, mask=row < num_tokens)
+
+
+@gluon.jit
+def _label_logits(labels, bias_ptr, shape, factor, softcap, TRANSFORM: gl.constexpr, FIRST: gl.constexpr):
+    """One dot product per row, cheaper than looking for the label in every tile; a warp's sums need no barrier."""
+    hidden_ptr, weight_ptr, label_ptr, label_logit_ptr, hidden_stride, weight_stride, first_class = labels
+    num_tokens, num_classes, hidden_size = shape
+    column = gl.arange(0, LABEL_COLUMNS, layout=gl.SliceLayout(0, LABEL_TILE))
+    for first_row in range(gl.program_id(0) * LABEL_ROWS, num_tokens, gl.num_programs(0) * LABEL_ROWS):
+        row = (first_row + gl.arange(0, LABEL_ROWS, layout=gl.SliceLayout(1, LABEL_TILE))).to(gl.int64)
+        exists = row < num_tokens
+        label = gl.load(label_ptr + row, mask=exists, other=-1) - first_class
+        inside = exists & (label >= 0) & (label < num_classes)
+        label = gl.where(inside, label, 0)
+        total = gl.zeros((LABEL_ROWS, LABEL_COLUMNS), gl.float32, LABEL_TILE)
+        for k in range(0, hidden_size, LABEL_COLUMNS):
+            place = (k + column)[None, :]
+            mask = inside[:, None] & (place < hidden_size)
+            hidden = gl.load(hidden_ptr + (row * hidden_stride)[:, None] + place, mask=mask, other=0.0)
+            weight = gl.load(weight_ptr + (label * weight_stride)[:, None] + place, mask=mask, other=0.0)
+            total += hidden.to(gl.float32) * weight.to(gl.float32)
+        z = gl.sum(total, 1)
+        if bias_ptr is not None:
+            z += gl.load(bias_ptr + label, mask=inside, other=0.0).to(gl.float32)
+        x, _ = _transform(z, factor, softcap, TRANSFORM)
+        if FIRST:
+            gl.store(label_logit_ptr + row, gl.where(inside, x, 0.0), mask=exists)
+        else:
+            gl.store(label_logit_ptr + row, x, mask=inside)
 
 
 @gluon.jit
@@ -257,6 +198,13 @@ _NUMBERS = ["num_tokens", "num_classes", "first_class", "factor_bits", "softcap_
 def statistics_kernel(
     hidden_desc,
     weight_desc,
+    hidden_ptr,
+    weight_ptr,
+    label_ptr,
+    label_logit_ptr,
+    hidden_stride: gl.int64,
+    weight_stride: gl.int64,
+    first_class: gl.int64,
     bias_ptr,  # None: no bias
     partial_ptr,  # [2 or 3, num_tiles_c, num_tokens]: maximum, sum of exponentials, weighted sum
     class_weight_ptr,  # None: all ones
@@ -268,16 +216,18 @@ def statistics_kernel(
     TRANSFORM: gl.constexpr,
     WEIGHTED_SUM: gl.constexpr,
     UNITS: gl.constexpr,
+    FIRST: gl.constexpr,  # nothing was accumulated before
 ):
     factor = _float_from_bits(factor_bits, gl.float32)
     softcap = _float_from_bits(softcap_bits, gl.float32)
     work = (bias_ptr, partial_ptr, class_weight_ptr, factor, softcap)
+    labels = (hidden_ptr, weight_ptr, label_ptr, label_logit_ptr, hidden_stride, weight_stride, first_class)
     shape = (num_tokens, num_classes, hidden_size)
     STAGES: gl.constexpr = WIDE_STAGES if UNITS == WIDE else NARROW_STAGES
     ring = _open_ring(hidden_desc.dtype, STAGES, UNITS)
     gl.warp_specialize(
         [
-            (_nothing, ()),
+            (_label_logits, (labels, bias_ptr, shape, factor, softcap, TRANSFORM, FIRST)),
             (_statistics_tiles, (ring, work, shape, TRANSFORM, WEIGHTED_SUM, STAGES, UNITS, 0)),
             (_statistics_tiles, (ring, work, shape, TRANSFORM, WEIGHTED_SUM, STAGES, UNITS, 1)),
             (_load_tiles, (hidden_desc, weight_desc, ring, shape, STAGES, UNITS)),
@@ -332,6 +282,12 @@ class GluonTileKernels(TritonTileKernels):
     def _statistics(self, plain: bool) -> tuple[Any, int, dict[str, Any]]:
         units = WIDE.value if plain else NARROW.value
         return statistics_kernel, units * COLUMNS.value, _LAUNCH | {"UNITS": units}
+
+    def _labels(
+        self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, chunk: Chunk, stats: RowStats
+    ) -> tuple[Any, ...]:
+        pointers = hidden_TH, weight_CH, chunk.label_T, stats.label_logit_T
+        return *pointers, hidden_TH.stride(0), weight_CH.stride(0), chunk.first_class
 
     def _gradient(self) -> tuple[Any, dict[str, Any]]:
         return tile_gradient_kernel, _LAUNCH

@@ -216,11 +216,17 @@ _TMA_BYTES = 16
 
 
 class TritonTileKernels:
-    """``interface.TileKernels`` for Hopper; a subclass replaces the four methods before :meth:`supports`."""
+    """``interface.TileKernels`` for Hopper; a subclass replaces the five methods before :meth:`supports`."""
 
     def _statistics(self, plain: bool) -> tuple[Any, int, dict[str, Any]]:
         """Statistics kernel, columns of its tiles and how to launch it; ``plain``: no option in its epilogue."""
         return statistics_kernel, CONFIG.block_c, CONFIG.meta()
+
+    def _labels(
+        self, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, chunk: Chunk, stats: RowStats
+    ) -> tuple[Any, ...]:
+        """What a statistics kernel takes (``FIRST`` beside it) that computes the logits at the labels meanwhile."""
+        return ()
 
     def _gradient(self) -> tuple[Any, dict[str, Any]]:
         """Gradient kernel and how to launch it."""
@@ -258,14 +264,18 @@ class TritonTileKernels:
         kernel, width, launch = self._statistics(plain)
         num_tiles = triton.cdiv(weight_CH.shape[0], width)
         partial = stats.max_T.new_empty((3 if weighted_sum else 2, num_tiles, hidden_TH.shape[0]))
+        hidden_TH, weight_CH = _aligned(hidden_TH), _aligned(weight_CH)
+        labels = self._labels(hidden_TH, weight_CH, chunk, stats)
+        if labels:
+            launch = launch | {"FIRST": first}
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
             kernel[(_num_programs(hidden_TH.device),)](
-                *self._operands(_aligned(hidden_TH), _aligned(weight_CH)), bias_C, partial,
+                *self._operands(hidden_TH, weight_CH), *labels, bias_C, partial,
                 chunk.class_weight_C if weighted_sum else None,
                 hidden_TH.shape[0], weight_CH.shape[0], hidden_TH.shape[1], _bits(factor), _bits(softcap),
                 TRANSFORM=mode, WEIGHTED_SUM=weighted_sum, **launch,
             )  # fmt: skip
-            finish_statistics(partial, hidden_TH, weight_CH, bias_C, chunk, stats, first)
+            finish_statistics(partial, hidden_TH, weight_CH, bias_C, chunk, stats, first, not labels)
 
     def gradient(
         self,

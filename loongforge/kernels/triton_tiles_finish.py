@@ -125,12 +125,12 @@ def finish_kernel(
 
 def finish_statistics(
     partial: torch.Tensor, hidden_TH: torch.Tensor, weight_CH: torch.Tensor, bias_C: torch.Tensor | None, chunk: Chunk,
-    stats: RowStats, first: bool,
+    stats: RowStats, first: bool, with_labels: bool = True,
 ) -> None:  # fmt: skip
-    """Fold the partial statistics of all tiles into ``stats`` and compute the logits at the labels."""
+    """Fold the partial statistics of all tiles into ``stats``; ``with_labels`` computes the logits there as well."""
     num_tokens, num_tiles = hidden_TH.shape[0], partial.shape[1]
     mode, factor, softcap = _transform_arguments(chunk.transform)
-    finish_kernel[(triton.cdiv(num_tokens, FINISH["ROWS"]) + num_tokens,)](
+    finish_kernel[(triton.cdiv(num_tokens, FINISH["ROWS"]) + num_tokens * with_labels,)](
         partial, hidden_TH, weight_CH, bias_C, chunk.label_T, stats.max_T, stats.sum_exp_T, stats.label_logit_T,
         stats.weighted_sum_T, hidden_TH.stride(0), weight_CH.stride(0), num_tokens, num_tiles, weight_CH.shape[0],
         chunk.first_class, hidden_TH.shape[1], _bits(factor), _bits(softcap), TRANSFORM=mode, FIRST=first, **FINISH,

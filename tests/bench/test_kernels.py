@@ -152,10 +152,10 @@ def interpreted(monkeypatch):
 
     Gives the plain kernels of tiles and their modules.
     """
-    from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles, triton_tiles_finish
+    from loongforge.kernels import gluon_ring, gluon_tiles, triton_rows, triton_tiles, triton_tiles_finish
     from tests.kernels import gluon_machine
 
-    gluon_machine.install(monkeypatch, gluon_tiles, triton_rows, triton_tiles)
+    gluon_machine.install(monkeypatch, gluon_ring, gluon_tiles, triton_rows, triton_tiles)
     tiles = {"gluon": gluon_tiles.GluonTileKernels(), "triton": triton_tiles.TritonTileKernels()}
     rows = {"triton": triton_rows.TritonRowKernels(), "flydsl": "needs an AMD GPU"}
     monkeypatch.setattr(kernel_cases, "tile_variants", lambda hidden_TH, weight_CH: tiles)

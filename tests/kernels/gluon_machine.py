@@ -206,13 +206,19 @@ def _shared_functions():
     }  # fmt: skip
 
 
+def _fma(x, y, z):
+    """Rounded once: a float64 product of float32 numbers is exact."""
+    return (x.double() * y + z.double()).float()
+
+
 def _static_assert(condition, message):
     assert condition, message
 
 
 def _language():
     return types.SimpleNamespace(
-        **_shared_functions(), static_range=range, static_assert=_static_assert, SliceLayout=lambda axis, layout: None,
+        **_shared_functions(), fma=_fma, static_range=range, static_assert=_static_assert,
+        SliceLayout=lambda axis, layout: None,
         arange=lambda start, stop, layout: torch.arange(start, stop), zeros=_zeros,
         program_id=lambda axis: _here.program[0], num_programs=lambda axis: _here.program[1],
         allocate_shared_memory=_allocate, warp_specialize=_warp_specialize,
@@ -246,20 +252,15 @@ def _argument(name, value):
     return value if value is None else torch.tensor(value)
 
 
-def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
+def install(monkeypatch, gluon_ring, gluon_tiles, triton_rows, triton_tiles):
     """Put the machine in the place of the hardware for the kernels of ``gluon_tiles``."""
     plain = {"tl": types.SimpleNamespace(**_shared_functions()), "LOG2_E": triton_rows.LOG2_E.value}
     plain |= {name: getattr(triton_rows, name).value for name in ("IDENTITY", "SCALE", "SOFTCAP")}
     for module in (triton_rows, triton_tiles):
-        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position", "_weighted_tile",
-                     "_exponentials"):  # fmt: skip
+        for name in ("_tanh", "_transform", "_offset", "_gradient", "_tile_position", "_weighted_tile"):
             if hasattr(getattr(module, name, None), "fn"):
                 plain[name] = types.FunctionType(getattr(module, name).fn.__code__, plain, name)
-    replaced = {name: function for name, function in plain.items() if hasattr(gluon_tiles, name)}
-    for name, value in vars(gluon_tiles).items():
-        if hasattr(value, "fn") and name not in plain:
-            replaced[name] = Kernel(value.fn) if name.endswith("_kernel") else value.fn
-    replaced |= {
+    hardware = plain | {
         "gl": _language(),
         "_float_from_bits": lambda bits, dtype: bits,
         "mbarrier": types.SimpleNamespace(
@@ -271,11 +272,14 @@ def install(monkeypatch, gluon_tiles, triton_rows, triton_tiles):
         "warpgroup_mma": _product, "warpgroup_mma_wait": _product_wait,
         "fence_async_shared": lambda: None,
     }  # fmt: skip
-    for name, value in replaced.items():
-        monkeypatch.setattr(gluon_tiles, name, value)
-    sizes = ("WARPGROUPS", "ROWS", "BLOCK_T", "COLUMNS", "BLOCK_H", "WIDE", "NARROW", "GROUP", "REGISTERS")
-    for name in (*sizes, "WIDE_STAGES", "NARROW_STAGES"):
-        monkeypatch.setattr(gluon_tiles, name, Number(getattr(gluon_tiles, name).value))
+    for module in (gluon_ring, gluon_tiles):
+        for name, value in list(vars(module).items()):
+            if name in hardware:
+                monkeypatch.setattr(module, name, hardware[name])
+            elif hasattr(value, "fn"):
+                monkeypatch.setattr(module, name, Kernel(value.fn) if name.endswith("_kernel") else value.fn)
+            elif isinstance(getattr(value, "value", None), int):
+                monkeypatch.setattr(module, name, Number(value.value))
 
 
 class Number(int):

@@ -35,11 +35,11 @@ OPTIONS = (
 def tiles(request, monkeypatch):
     """The tile kernels, put in the place where dispatch chooses, and a record of their calls; memory starts as NaN."""
     from loongforge import call
-    from loongforge.kernels import gluon_tiles, triton_rows, triton_tiles
+    from loongforge.kernels import gluon_ring, gluon_tiles, triton_rows, triton_tiles
 
     if request.param == "gluon":
         if not HOPPER:
-            gluon_machine.install(monkeypatch, gluon_tiles, triton_rows, triton_tiles)
+            gluon_machine.install(monkeypatch, gluon_ring, gluon_tiles, triton_rows, triton_tiles)
         kernels = gluon_tiles.GluonTileKernels()
     else:
         kernels = triton_tiles.TritonTileKernels()
@@ -218,6 +218,22 @@ def test_columns_past_the_end_are_less_than_logits_of_minus_infinity(tiles, plai
     rows.check(stats)
 
 
+@pytest.mark.parametrize("largest", (3.0, 21845.0))
+def test_logits_far_from_zero_keep_their_digits(tiles, largest):
+    """The logits are exact, so their sum of exponentials below the maximum is known to the last digit."""
+    num_tokens, num_classes = 65, 385
+    hidden, weight = torch.zeros(num_tokens, 8), torch.zeros(num_classes, 8)
+    hidden[:, 0], weight[:, 0] = 1.0, largest
+    hidden[:, 1], weight[:, 1] = torch.arange(num_tokens) % 4 + 1, torch.arange(num_classes) % 129 / -64
+    hidden, weight = hidden.to(DEVICE, torch.float16), weight.to(DEVICE, torch.float16)
+    rows = Rows(num_tokens, num_classes)
+    rows.hidden, rows.weight = hidden, weight
+    rows.accumulate(tiles, stats := rows.garbage(), first=True)
+    x_TV = rows.logits()
+    assert torch.equal(stats.max_T.double(), x_TV.amax(1))
+    assert_close(stats.sum_exp_T, torch.exp(x_TV - x_TV.amax(1, keepdim=True)).sum(1), 1e-6)
+
+
 def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
     """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
     from loongforge import plan as planning
@@ -283,14 +299,14 @@ def test_unsuitable_operands_are_left_to_the_row_kernels(tiles, case):
 @pytest.mark.skipif(HOPPER, reason="on a GPU a missing wait may go unnoticed: the machine of gluon_machine.py shows it")
 @pytest.mark.parametrize("missing", ("wait for a stage", "wait for a product", "wait for a store"))
 def test_the_machine_without_a_gpu_notices_missing_waits(tiles, monkeypatch, missing):
-    from loongforge.kernels import gluon_tiles
+    from loongforge.kernels import gluon_ring, gluon_tiles
 
     if not isinstance(tiles, gluon_tiles.GluonTileKernels):
         pytest.skip("only the Gluon kernels wait for themselves")
     if missing == "wait for a stage":
-        monkeypatch.setattr(gluon_tiles.mbarrier, "wait", lambda barrier, phase: None)
+        monkeypatch.setattr(gluon_ring.mbarrier, "wait", lambda barrier, phase: None)
     elif missing == "wait for a product":
-        monkeypatch.setattr(gluon_tiles, "warpgroup_mma_wait", lambda num_outstanding, deps: deps)
+        monkeypatch.setattr(gluon_ring, "warpgroup_mma_wait", lambda num_outstanding, deps: deps)
     else:
         monkeypatch.setattr(gluon_tiles.tma, "store_wait", lambda pendings: None)
     try:

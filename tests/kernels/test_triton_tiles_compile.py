@@ -56,7 +56,7 @@ def compiled_gluon(kernel, dtype, transform, options):
     }
     kernels, is_plain = tiles.GluonTileKernels(), (transform, options) == ("identity", "nothing")
     launch = dict(kernels._gradient()[1] if "out_desc" in kernel.arg_names else kernels._statistics(is_plain)[2])
-    meta = {"UNITS": launch.pop("UNITS")} if "UNITS" in launch else {}
+    meta = {"UNITS": launch.pop("UNITS"), "FIRST": True} if "UNITS" in launch else {}
     signature, constants = signature_of(kernel, dtype, transform, options, blocks, meta)
     return triton.compile(GluonASTSource(kernel, signature, constants), target=TARGETS["sm_90"], options=launch)
 
