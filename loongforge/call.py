@@ -12,7 +12,7 @@ import torch
 from loongforge import checks, chunks
 from loongforge.dispatch import row_kernels, tile_kernels
 from loongforge.formula import Formula
-from loongforge.kernels.interface import RowStats, TileKernels
+from loongforge.kernels.interface import RowStats, TileKernels, TokenLossKernels
 from loongforge.options import LossOptions
 from loongforge.parallel import Pending, VocabParallel
 from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
@@ -124,6 +124,15 @@ class Labels:
 
 def formula_of(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: Call) -> Formula:
     return Formula.of(call.options, call.num_classes, target_T, class_weight)
+
+
+def losses_of(stats: RowStats, formula: Formula, target_T: torch.Tensor, call: Call) -> tuple[torch.Tensor, Labels]:
+    """Losses [T] of statistics over the whole vocabulary, marked, and the labels that marked them."""
+    if formula.is_plain and isinstance(call.kernels, TokenLossKernels):
+        loss_T, *masks = call.kernels.token_losses(target_T, stats, call.num_classes, call.options.ignore_index)
+        return loss_T, Labels(*masks)
+    labels = Labels.of(target_T, call)
+    return labels.mark_(formula.loss(stats)), labels
 
 
 def head_of(

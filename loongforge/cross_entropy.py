@@ -13,7 +13,7 @@ import torch
 
 from loongforge import checks, env
 from loongforge.agreement import ranks_agree, refusals_travel
-from loongforge.call import Call, Labels, StatisticsExchange, formula_of, refusing_second_derivatives
+from loongforge.call import Call, Labels, StatisticsExchange, formula_of, losses_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
 from loongforge.kernels.interface import Chunk, RowStats
 from loongforge.loss import build_options, reduce_loss, with_options_spelled_out
@@ -27,7 +27,7 @@ class _LossPerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target_T, class_weight, call: Call, inplace: bool):  # noqa: D102
-        labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
+        formula = formula_of(target_T, class_weight, call)
         stats = _empty_stats(logits, call)
         if logits.shape[0]:
             chunk = _chunk(target_T, class_weight, call)
@@ -35,7 +35,7 @@ class _LossPerToken(torch.autograd.Function):
         stats = StatisticsExchange(stats, call.parallel).wait()
         ctx.save_for_backward(logits, target_T, class_weight, stats.max_T, stats.sum_exp_T)
         ctx.call, ctx.inplace = call, inplace
-        return labels.mark_(formula.loss(stats))
+        return losses_of(stats, formula, target_T, call)[0]
 
     @staticmethod
     @refusing_second_derivatives

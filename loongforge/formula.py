@@ -52,8 +52,17 @@ class Formula:
             loss_T = loss_T + self.z_loss_weight * (stats.max_T + log_sum_T).square()
         return loss_T
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the loss is ``lse - x_y`` and nothing else."""
+        return self._is_one_at_label and not self.uniform_share and not self.z_loss_weight
+
+    @property
+    def _is_one_at_label(self) -> bool:
+        return isinstance(self.label_weight_T, float) and self.label_weight_T * self.label_share == 1.0
+
     def _at_label(self, value_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.label_weight_T, float) and self.label_weight_T * self.label_share == 1.0:
+        if self._is_one_at_label:
             return value_T
         return value_T * (self.label_weight_T * self.label_share)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from loongforge import chunks, out_of_memory
-from loongforge.call import Call, Labels, formula_of, head_of, refusing_second_derivatives
+from loongforge.call import Call, formula_of, head_of, losses_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
 from loongforge.matmul import multiplied
 from loongforge.parallel import Tokens
@@ -91,8 +91,8 @@ def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
 def _token_chunk(head, target_T, class_weight, token_weight_T, call, take_grad_hidden, weight_grad, needs_bias):
     """Summed loss of a chunk of tokens and grad_bias for an upstream gradient of 1; the other gradients as asked."""
     stats, logits = chunks.forward(head, call.options.label_smoothing != 0, keep=True)
-    labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
-    loss_T = labels.mark_(formula.loss(stats))
+    formula = formula_of(target_T, class_weight, call)
+    loss_T, labels = losses_of(stats, formula, target_T, call)
     share_T = torch.ones_like(loss_T) if token_weight_T is None else token_weight_T.clone()
     loss_T, share_T = loss_T * share_T, labels.mark_(share_T)
     coefficients, scale = formula.coefficients(share_T, stats.max_T, stats.sum_exp_T), None

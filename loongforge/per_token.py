@@ -21,6 +21,7 @@ from loongforge.call import (
     StatisticsExchange,
     formula_of,
     head_of,
+    losses_of,
     refusing_second_derivatives,
 )
 from loongforge.formula import scaled_for_float16
@@ -46,9 +47,9 @@ def losses(hidden, weight, bias, target_T, class_weight, base_weight, call: Call
         stats, kept = chunks.forward(head, call.options.label_smoothing != 0, keep)
         # Everything small comes after the products are under way, so that the device need not wait for it.
         exchange = StatisticsExchange(stats, call.parallel)
-        labels, formula = Labels.of(target_T, call), formula_of(target_T, class_weight, call)
+        formula = formula_of(target_T, class_weight, call)
         stats = exchange.wait()
-        loss_T = labels.mark_(formula.loss(stats))
+        loss_T, labels = losses_of(stats, formula, target_T, call)
     return TokenLosses(loss_T, stats.max_T, stats.sum_exp_T, labels, kept)
 
 

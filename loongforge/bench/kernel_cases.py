@@ -63,7 +63,7 @@ def kernels_of(problem: Problem, width: int) -> Iterator[Kernel]:
     project_(logits_TC, chunk.hidden_TH, chunk.weight_CH, None)
     yield from _row_kernels(Rows.of(problem, width, logits_TC), scratch_TC)
     yield from _after_the_tiles(whole)
-    yield from _in_torch(problem, whole)
+    yield from _losses(problem, whole)
     yield _forward(problem)
 
 
@@ -116,7 +116,7 @@ def _tile_kernels(what: str, rows: Rows, out_TC: torch.Tensor | None) -> Iterato
 
 
 def _tile_statistics(rows: Rows, baseline: str, name: str, tiles: TileKernels) -> Kernel:
-    """Checked by the losses that come of it, timed without fold and label logits."""
+    """Checked by the losses that come of it, timed without what follows the tiles."""
 
     def accumulate(stats: RowStats) -> None:
         tiles.accumulate(rows.hidden_TH, rows.weight_CH, None, rows.chunk, stats)
@@ -243,24 +243,28 @@ def _rows_or_reason(name: Any, device: torch.device, dtype: torch.dtype) -> RowK
 
 
 def _after_the_tiles(rows: Rows) -> Iterator[Kernel]:
-    """Fold and label logits as the forward over all rows launches them."""
-    name, missing = "fold of the tiles and logits at labels, triton", why_no_triton(rows.hidden_TH.device)
-    if missing is not None:
-        yield Kernel(name, missing=missing)
-        return
+    """The fold as the forward over all rows launches it: plain Triton's computes the logits at the labels as well."""
+    missing = why_no_triton(rows.hidden_TH.device)
+    variants = {"gluon": missing or why_not_gluon() or False, "triton": missing or True}
+    yield from _of_each("after the tiles", variants, partial(_fold_of_tiles, rows))
+
+
+def _fold_of_tiles(rows: Rows, name: str, with_labels: bool) -> Kernel:
     finish_statistics = importlib.import_module("loongforge.kernels.triton_tiles_finish").finish_statistics
-    tiles: Any = load_tiles("gluon" if why_not_gluon() is None else "triton")
+    tiles: Any = load_tiles("triton" if with_labels else "gluon")
     _, tile_width, _ = tiles._statistics(plain=True)
     partial_2XT = _of_tiles(rows.stats, -(-rows.width // tile_width))
-    finish = partial(finish_statistics, partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk)
+    arguments = partial_2XT, rows.hidden_TH, rows.weight_CH, None, rows.chunk
 
     def error() -> float:
-        finish(stats := empty_stats(rows.label_T), True)
+        finish_statistics(*arguments, stats := empty_stats(rows.label_T), True, with_labels)
         lse_T, expected_T = (given.max_T + given.sum_exp_T.log() for given in (stats, rows.stats))
-        return relative_error(lse_T, expected_T) + relative_error(stats.label_logit_T, rows.stats.label_logit_T)
+        label_error = relative_error(stats.label_logit_T, rows.stats.label_logit_T) if with_labels else 0.0
+        return relative_error(lse_T, expected_T) + label_error
 
-    operands = 2 * int((rows.label_T >= 0).sum()) * rows.hidden_TH[0].nbytes
-    yield Kernel(name, partial(finish, empty_stats(rows.label_T), True), error, num_bytes=partial_2XT.nbytes + operands)
+    call = partial(finish_statistics, *arguments, empty_stats(rows.label_T), True, with_labels)
+    operands = 2 * int((rows.label_T >= 0).sum()) * rows.hidden_TH[0].nbytes if with_labels else 0
+    return Kernel(name, call, error, num_bytes=partial_2XT.nbytes + operands)
 
 
 def _of_tiles(stats: RowStats, num_tiles: int) -> torch.Tensor:
@@ -269,24 +273,23 @@ def _of_tiles(stats: RowStats, num_tiles: int) -> torch.Tensor:
     return torch.stack([stats.max_T - below_X1, stats.sum_exp_T / num_tiles * below_X1.exp()])
 
 
-def _in_torch(problem: Problem, rows: Rows) -> Iterator[Kernel]:
-    """What torch does in a forward: masks of the labels, and the loss that the statistics give."""
+def _losses(problem: Problem, rows: Rows) -> Iterator[Kernel]:
+    """Losses of the tokens and masks of their labels, from the statistics."""
     target_T, options = problem.target_T, LossOptions(reduction="none")
 
-    def masks() -> Labels:
-        return Labels.among(target_T, rows.width, options.ignore_index)
-
-    def masks_error() -> float:
-        labels = masks()
-        return float((labels.ignored_T != (target_T < 0)).float().mean() + labels.out_of_range_T.float().mean())
-
-    labels = masks()
-
-    def loss() -> torch.Tensor:
+    def in_torch() -> torch.Tensor:
+        labels = Labels.among(target_T, rows.width, options.ignore_index)
         return labels.mark_(Formula.of(options, rows.width, target_T, None).loss(rows.stats))
 
-    yield Kernel("masks of the labels, torch", masks, masks_error)
-    yield Kernel("loss from statistics, torch", loss, lambda: relative_error(loss(), problem.truth[True][0]))
+    def in_triton() -> torch.Tensor:
+        triton_losses = importlib.import_module("loongforge.kernels.triton_losses")
+        return triton_losses.token_losses(target_T, rows.stats, rows.width, options.ignore_index)[0]
+
+    variants = {"torch": in_torch, "triton": why_no_triton(target_T.device) or in_triton}
+    expected_T = problem.truth[True][0]
+    yield from _of_each(
+        "losses of tokens", variants, lambda name, call: Kernel(name, call, lambda: relative_error(call(), expected_T))
+    )
 
 
 def _forward(problem: Problem) -> Kernel:

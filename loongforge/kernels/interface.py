@@ -17,7 +17,7 @@ Outputs beside the loss (:mod:`loongforge.outputs`) need more of an implementati
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -134,6 +134,20 @@ class RowKernels(Protocol):
 
         That is the formula of this module's docstring times ``dx/dz`` (``logit_scale * (1 - (x / softcap)**2)``),
         computed in float32 and rounded once to the dtype of ``logits_TC``.
+        """
+
+
+@runtime_checkable
+class TokenLossKernels(Protocol):
+    """Row kernels that also make the losses of tokens of their statistics, where no option changes the formula."""
+
+    def token_losses(
+        self, target_T: torch.Tensor, stats: RowStats, num_classes: int, ignore_index: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Losses [T], and two masks [T] bool: the target is ``ignore_index``; it is outside ``[0, num_classes)``.
+
+        ``target_T`` [T] is int64 and global, ``stats`` are of the whole vocabulary.  A loss is
+        ``log(sum_exp) - (label_logit - max)``, 0 where the target is ignored, otherwise NaN where it is no class.
         """
 
 

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
+from loongforge.kernels.triton_losses import token_losses
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -329,6 +330,8 @@ class TritonRowKernels:
         c = coefficients
         rows = (c.max_T, c.softmax_over_sum_T, c.onehot_T, c.uniform_T)
         _launch(gradient_kernel, GRADIENT_CONFIG, logits_TC, chunk, rows)
+
+    token_losses = staticmethod(token_losses)
 
 
 def _launch(kernel, config: LaunchConfig, logits_TC: torch.Tensor, chunk: Chunk, per_token) -> None:

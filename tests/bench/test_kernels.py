@@ -29,12 +29,13 @@ ON_CPU = {
     "nothing between two events", "logits of a chunk, library", "logits of all rows, library",
     "copy of as many bytes as accumulate", "copy of as many bytes as to gradient",
     "accumulate, generic", "to gradient, generic",
-    "masks of the labels, torch", "loss from statistics, torch", "loss-only forward, generic",
+    "losses of tokens, torch", "loss-only forward, generic",
 }  # fmt: skip
 IN_TRITON = {
     "statistics of a chunk, gluon", "statistics of a chunk, triton", "gradient of a chunk, gluon",
     "gradient of a chunk, triton", "statistics of all rows, gluon", "statistics of all rows, triton",
-    "accumulate, triton", "to gradient, triton", "fold of the tiles and logits at labels, triton",
+    "accumulate, triton", "to gradient, triton", "after the tiles, gluon",
+    "after the tiles, triton", "losses of tokens, triton",
 }  # fmt: skip
 ELSEWHERE = {"accumulate, flydsl", "to gradient, flydsl"}
 
@@ -152,7 +153,14 @@ def interpreted(monkeypatch):
 
     Gives the plain kernels of tiles and their modules.
     """
-    from loongforge.kernels import gluon_ring, gluon_tiles, triton_rows, triton_tiles, triton_tiles_finish
+    from loongforge.kernels import (
+        gluon_ring,
+        gluon_tiles,
+        triton_losses,
+        triton_rows,
+        triton_tiles,
+        triton_tiles_finish,
+    )
     from tests.kernels import gluon_machine
 
     gluon_machine.install(monkeypatch, gluon_ring, gluon_tiles, triton_rows, triton_tiles)
@@ -162,7 +170,8 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(kernel_cases, "row_variants", lambda device, dtype: rows)
     monkeypatch.setattr(kernel_cases, "why_no_triton", lambda device: None)
     return {
-        "statistics_kernel": triton_tiles, "tile_gradient_kernel": triton_tiles, "finish_kernel": triton_tiles_finish
+        "statistics_kernel": triton_tiles, "tile_gradient_kernel": triton_tiles, "finish_kernel": triton_tiles_finish,
+        "token_losses_kernel": triton_losses,
     }  # fmt: skip
 
 
@@ -195,7 +204,9 @@ def test_each_call_launches_its_kernel_alone(interpreted, monkeypatch):
     expected = {
         "statistics of a chunk, triton": ["statistics_kernel"],
         "gradient of a chunk, triton": ["tile_gradient_kernel"],
-        "fold of the tiles and logits at labels, triton": ["finish_kernel"],
+        "after the tiles, gluon": ["finish_kernel"],
+        "after the tiles, triton": ["finish_kernel"],
+        "losses of tokens, triton": ["token_losses_kernel"],
     }
     found = {kernel.name: kernel for kernel in kernel_cases.kernels_of(problem, 40)}
     for name, names in expected.items():

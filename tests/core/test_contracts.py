@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from loongforge import (
     linear_distillation,
     linear_logprobs,
 )
+from loongforge.call import Labels
+from loongforge.kernels.generic import GenericRowKernels
 from loongforge.plan import logits_budget
 from tests.helpers import loss_and_gradients, make_inputs, oracle, relative, upstream
 
@@ -24,6 +28,45 @@ HALF_OF_THE_LOGITS = 1  # MiB, for 512 tokens and 1024 float32 classes
 def narrow_chunks(monkeypatch):
     monkeypatch.setenv("LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE", "48")
     monkeypatch.setenv("LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE", "48")
+
+
+# What an implementation may take over
+
+
+class _WithTokenLosses(GenericRowKernels):
+    def __init__(self):
+        self.num_calls = 0
+
+    def token_losses(self, target_T, stats, num_classes, ignore_index):
+        self.num_calls += 1
+        labels = Labels.among(target_T, num_classes, ignore_index)
+        loss_T = stats.sum_exp_T.log() - (stats.label_logit_T - stats.max_T)
+        return labels.mark_(loss_T), labels.ignored_T, labels.no_class_T
+
+
+@pytest.mark.parametrize("way", ("one head", "gradients in forward", "given logits"))
+@pytest.mark.parametrize("options", ({}, {"label_smoothing": 0.1}, {"z_loss_weight": 1e-2}, {"softcap": 3.0}), ids=str)
+@pytest.mark.parametrize("weighted", (False, True), ids=("", "class weights"))
+def test_kernels_make_the_losses_of_tokens_where_the_formula_is_plain(way, options, weighted, monkeypatch):
+    inputs = make_inputs(dtype=torch.float64).leaves()
+    options = options | {"reduction": "sum" if way == "gradients in forward" else "none"}
+    if way == "gradients in forward":
+        options["logits_budget_mb"] = HALF_OF_THE_LOGITS
+    if weighted:
+        options["class_weight"] = torch.rand(len(inputs.weight), dtype=torch.float64) + 0.5
+
+    def loss_and_gradient():
+        if way == "given logits":
+            loss = cross_entropy(inputs.hidden @ inputs.weight.t(), inputs.target, **options)
+        else:
+            loss = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.target, **options)
+        return loss, torch.autograd.grad(loss.sum(), inputs.hidden)[0]
+
+    expected, kernels = loss_and_gradient(), _WithTokenLosses()
+    for module in ("call", "cross_entropy"):
+        monkeypatch.setattr(importlib.import_module(f"loongforge.{module}"), "row_kernels", lambda *_: kernels)
+    assert all(torch.equal(a, b) for a, b in zip(loss_and_gradient(), expected, strict=True))
+    assert (kernels.num_calls > 0) == (not weighted and not {"label_smoothing", "z_loss_weight"} & options.keys())
 
 
 # Normalisers

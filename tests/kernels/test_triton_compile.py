@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="needs triton (pip install 'loongf
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from loongforge.kernels import triton_rows  # noqa: E402
+from loongforge.kernels import triton_losses, triton_rows  # noqa: E402
 from loongforge.kernels.triton_rows import IDENTITY, SCALE, SOFTCAP  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -105,6 +105,19 @@ def test_compiles_without_spills(target_name, kernel_name):
         assert used["spills"] <= MAX_SPILLED_BYTES, where
         assert 0 < used["registers"] <= MAX_REGISTERS[target.backend], where
         assert used["shared"] <= MAX_SHARED_BYTES, where
+
+
+@pytest.mark.parametrize("target_name", TARGETS)
+def test_losses_of_tokens_compile_without_spills(target_name):
+    kernel, target = triton_losses.token_losses_kernel, TARGETS[target_name]
+    for statistic in ("*fp32", "*fp64"):
+        types = {"target_ptr": "*i64", "ignored_ptr": "*i1", "no_class_ptr": "*i1", "BLOCK": "constexpr"}
+        pointers = {name: statistic for name in kernel.arg_names if name.endswith("_ptr")}
+        signature = {name: (pointers | types).get(name, "i64") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, {"BLOCK": triton_losses._BLOCK})
+        binary = triton.compile(source, target=target, options={"enable_fp_fusion": True})
+        used = nvidia_resources(binary) if target.backend == "cuda" else amd_resources(binary)
+        assert used["spills"] == 0 and 0 < used["registers"] <= 64 and used["shared"] == 0, (statistic, used)
 
 
 @pytest.mark.parametrize("kernel_name", KERNELS)

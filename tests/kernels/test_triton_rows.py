@@ -10,7 +10,10 @@ import math
 import pytest
 import torch
 
+from loongforge.call import Labels
+from loongforge.formula import Formula
 from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowStats
+from loongforge.options import LossOptions
 from tests.kernels.triton_cases import (
     DEVICE,
     DTYPES,
@@ -122,6 +125,35 @@ def test_half_precision_gradients_neither_underflow_nor_overflow():
         coefficients = RowCoefficients(stats.max_T, softmax_T / stats.sum_exp_T, zero_T, None)
         KERNELS.gradient_(logits, Chunk(label_T, 0, IDENTITY), coefficients)
         torch.testing.assert_close(logits.double(), coefficient * rows_TC.double().softmax(1), rtol=1e-3, atol=2**-24)
+
+
+@pytest.mark.parametrize("ignore_index", (-100, 3, 10**12))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("num_tokens", (0, 1, 255, 256, 1003))
+def test_losses_of_tokens(num_tokens, dtype, ignore_index):
+    """Those of the formula's torch operations, labels of every kind and statistics at the ends of their range."""
+    num_classes = 1003
+    target_T = torch.arange(num_tokens, device=DEVICE) % 17
+    for place, label in enumerate((-1, -100, num_classes - 1, num_classes, 10**12, -(2**63), 2**63 - 1)):
+        target_T[place::11] = label
+    stats = RowStats(*(random_vector(num_tokens, dtype, seed) * 30 for seed in (1, 2, 3)), None)
+    stats.sum_exp_T.abs_()
+    for place, (maximum, total) in enumerate(((-math.inf, 0.0), (math.inf, math.nan), (2.0**20, 1.0), (0.0, 1e-30))):
+        stats.max_T[place::13], stats.sum_exp_T[place::13] = maximum, total
+    labels = Labels.among(target_T, num_classes, ignore_index)
+    expected_T = labels.mark_(Formula.of(LossOptions(), num_classes, target_T, None).loss(stats))
+    loss_T, ignored_T, no_class_T = KERNELS.token_losses(target_T, stats, num_classes, ignore_index)
+    assert torch.equal(ignored_T, labels.ignored_T) and torch.equal(no_class_T, labels.no_class_T)
+    assert loss_T.dtype == dtype
+    torch.testing.assert_close(loss_T, expected_T, rtol=4 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+
+
+def test_losses_of_tokens_from_strided_statistics():
+    columns = random_vector(3 * 40, torch.float32, 5).abs().view(40, 3)
+    target_T = torch.arange(80, device=DEVICE)[::2]
+    stats = RowStats(*columns.unbind(1), None)
+    loss_T, *_ = KERNELS.token_losses(target_T, stats, 80, -100)
+    torch.testing.assert_close(loss_T, columns[:, 1].log() - (columns[:, 2] - columns[:, 0]))
 
 
 @pytest.mark.parametrize("num_classes", (7, 1003, 9001))
