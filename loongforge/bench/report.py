@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from loongforge.bench.contenders import PEERS
@@ -17,12 +16,9 @@ from loongforge.bench.shapes import HeadShape, parse_shape
 from loongforge.errors import UsageError, require_folder
 
 
-def table(shape: HeadShape, results: Sequence[Result], earlier: Collection[str] = ()) -> str:
-    """One line per contender, in the order they ran, with a star for those of an ``earlier`` run.
-
-    The floor in the heading is the median of the others'.
-    """
-    floor = median_floor_ms(results, earlier)
+def table(shape: HeadShape, results: Sequence[Result]) -> str:
+    """One line per contender, in the order they ran; the floor in the heading is the median of theirs."""
+    floor = median_floor_ms(results)
     tflops = 6e-9 * shape.tokens * shape.hidden * shape.vocab / floor
     lines = [
         f"{shape.name}: {shape}, three-GEMM floor {floor:.2f} ms = {tflops:.1f} TFLOP/s",
@@ -30,8 +26,7 @@ def table(shape: HeadShape, results: Sequence[Result], earlier: Collection[str] 
         f" {'err loss':>9} {'err dX':>8} {'err dW':>8}",
     ]
     for result in results:
-        star = " *" if result.name in earlier else ""
-        name = f"{result.name + star:26} {'token' if result.per_token else 'mean':5}"
+        name = f"{result.name:26} {'token' if result.per_token else 'mean':5}"
         if result.status != "ok":
             lines.append(f"{name} {result.status}")
             continue
@@ -44,17 +39,17 @@ def table(shape: HeadShape, results: Sequence[Result], earlier: Collection[str] 
     return "\n".join(lines)
 
 
-def median_floor_ms(results: Sequence[Result], earlier: Collection[str] = ()) -> float:
-    """Of the floors measured in front of each contender but the ``earlier``; NaN where nobody was measured."""
-    floors = [one.floor_ms for one in results if one.name not in earlier and not math.isnan(one.floor_ms)]
+def median_floor_ms(results: Sequence[Result]) -> float:
+    """Of the floors measured in front of each contender; NaN where nobody was measured."""
+    floors = [result.floor_ms for result in results if not math.isnan(result.floor_ms)]
     return statistics.median(floors) if floors else math.nan
 
 
 def duels(results: Sequence[Result]) -> list[str]:
     """For each peer: the smallest budget of ours at or below it in memory, time and gradient error, or the distance.
 
-    Time is that over the floor right in front, which the state of the GPU and the run matter least to.  Means are
-    compared with means and losses per token with losses per token: their upstream gradients differ.
+    Time is that over the floor right in front, which the state of the GPU matters least to.  Means are compared with
+    means and losses per token with losses per token: their upstream gradients differ.
     """
     measured = [result for result in results if result.status == "ok" and not math.isnan(result.peak_mib)]
     lines = []
@@ -118,9 +113,7 @@ def redraw_markdown(path: Path, report: Callable[[dict[str, Any]], str]) -> None
     print(text)
 
 
-def draw(
-    path: Path, shape: HeadShape, results: Sequence[Result], device_name: str, earlier: Collection[str] = ()
-) -> None:
+def draw(path: Path, shape: HeadShape, results: Sequence[Result], device_name: str) -> None:
     """Time, over that of the floor, over memory: each peer a point, ours a curve over the budget.
 
     Raises:
@@ -147,8 +140,7 @@ def draw(
         if not result.is_ours:
             number = styles.get(result.name, len(styles))
             marker, color = "XPD^v<>*hd"[number % 10], f"C{2 + number % 8}"
-            label = result.name + (" (earlier run)" if result.name in earlier else "")
-            axes.plot(result.peak_mib, result.ratio, marker, color=color, markersize=8, label=label)
+            axes.plot(result.peak_mib, result.ratio, marker, color=color, markersize=8, label=result.name)
     axes.axhline(1.0, color="0.6", linewidth=1, label="three GEMMs")
     axes.set(xlabel="peak memory above the inputs, MiB", xscale="log", yscale="log")
     axes.set_ylabel("forward + backward, time / three GEMMs")
@@ -164,8 +156,8 @@ def draw(
 
 
 def heading(environment: dict[str, Any]) -> str:
-    """What everything was measured with, in two lines; what differs for rows of an earlier run stands over theirs."""
-    facts = {key: value for key, value in environment.items() if key not in ("versions", "earlier")}
+    """What everything was measured with, in two lines."""
+    facts = {key: value for key, value in environment.items() if key != "versions"}
     return f"{_listed(facts)}\n{_listed(environment['versions'])}"
 
 
@@ -173,22 +165,11 @@ def _listed(facts: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
-def tables(by_shape: dict[str, list[Result]], earlier: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> str:
-    """Table and duels of every shape; ``earlier`` has ``contenders`` of an earlier run and what differed there."""
-    texts = []
-    for name, results in by_shape.items():
-        facts, contenders = _earlier(earlier, name)
-        lines = [f"{name}: rows with * are of an earlier run: {_listed(facts)}"] if contenders else []
-        texts.append("\n".join([*lines, table(parse_shape(name), results, contenders), *duels(results)]))
-    return "\n\n".join(texts)
-
-
-def _earlier(runs: Mapping[str, Mapping[str, Any]], shape: str) -> tuple[dict[str, Any], Collection[str]]:
-    facts = dict(runs.get(shape, {"contenders": ()}))
-    contenders = facts.pop("contenders")
-    if isinstance(contenders, str):
-        raise TypeError("earlier contenders are a list of names")
-    return facts, contenders
+def tables(by_shape: dict[str, list[Result]]) -> str:
+    """Table and duels of every shape."""
+    return "\n\n".join(
+        "\n".join([table(parse_shape(name), results), *duels(results)]) for name, results in by_shape.items()
+    )
 
 
 def write(folder: Path, environment: dict[str, Any], by_shape: dict[str, list[Result]]) -> None:
@@ -203,15 +184,10 @@ def write_text(folder: Path, environment: dict[str, Any], text: str) -> None:
 
 
 def redraw(path: Path) -> None:
-    """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it.
-
-    ``earlier`` in its environment maps shapes to the ``contenders`` whose rows come from an earlier run and to what
-    differed there.
-    """
+    """Draw the pictures of a ``results.json`` again and write its ``table.txt``, beside it."""
     by_shape: dict[str, list[Result]] = {}
     with record_of(path, f"{path} is not a results.json of the comparison") as recorded:
         environment, device = recorded["environment"], recorded["environment"]["device"]
-        earlier = environment.get("earlier", {})
         for line in recorded["results"]:
             values: dict[str, Any] = {
                 key: math.nan if value is None and key.endswith(("_ms", "_mib")) else value
@@ -221,8 +197,8 @@ def redraw(path: Path) -> None:
             by_shape.setdefault(line["shape"], []).append(Result(**values))
         if not by_shape:
             raise ValueError("no results in it")
-        text = tables(by_shape, earlier)
+        text = tables(by_shape)
         require_folder(path.parent)
         write_text(path.parent, environment, text)
         for name, results in by_shape.items():
-            draw(path.with_name(f"{name}.png"), parse_shape(name), results, device, _earlier(earlier, name)[1])
+            draw(path.with_name(f"{name}.png"), parse_shape(name), results, device)

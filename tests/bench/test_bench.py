@@ -227,29 +227,25 @@ def test_the_command_measures_and_draws(tmp_path, capsys):
     assert "is not a results.json" in capsys.readouterr().err
 
 
-def test_a_record_of_two_runs_says_which_rows_are_of_the_earlier(tmp_path, monkeypatch):
-    marked = {}
-    monkeypatch.setattr(
-        report, "draw", lambda path, shape, results, source, earlier: marked.update({path.stem: [*earlier]})
-    )
+def test_redraw_makes_table_and_pictures_of_every_shape(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(report, "draw", lambda path, shape, results, source: drawn.update({path.name: source}))
     environment = {"device": "GPU", "command": "now", "versions": {"torch": "2"}}
-    earlier = {"16x4x8": {"contenders": ["peer"], "command": "before"}}
     errors = dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 0.0)
     results = [
         Result(shape, name, True, name != "peer", 0, "ok", step_ms, 1.0, floor_ms, 1.0, errors)
         for shape in ("8x4x2", "16x4x8")
         for name, step_ms, floor_ms in (("peer", 4.0, 2.0), ("loongforge token 0", 6.0, 6.0))
     ]
-    write_json(tmp_path / "results.json", environment | {"earlier": earlier}, results)
+    write_json(tmp_path / "results.json", environment, results)
     report.redraw(tmp_path / "results.json")
-    assert marked == {"8x4x2": [], "16x4x8": ["peer"]}
+    assert drawn == {"8x4x2.png": "GPU", "16x4x8.png": "GPU"}
     top, *tables = (tmp_path / "table.txt").read_text().split("\n\n")
     assert top == "device GPU, command now\ntorch 2"
-    assert tables[0].startswith("8x4x2: ") and "*" not in tables[0] and "floor 4.00 ms" in tables[0]
-    assert tables[1].startswith("16x4x8: rows with * are of an earlier run: command before\n16x4x8: ")
-    assert "floor 6.00 ms" in tables[1], "of the rows of this run"
-    assert "\npeer *  " in tables[1] and "\nloongforge token 0  " in tables[1]
-    assert "peer: beaten by loongforge token 0 (time -50.0%" in tables[1], "each time over its own floor"
+    assert [text.split(":")[0] for text in tables] == ["8x4x2", "16x4x8"]
+    for text in tables:
+        assert "floor 4.00 ms" in text, "the median"
+        assert "peer: beaten by loongforge token 0 (time -50.0%" in text, "each time over its own floor"
 
 
 @pytest.mark.parametrize(
@@ -295,12 +291,9 @@ def test_results_of_something_else_are_not_drawn(results, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "damage",
-    ({"errors": {}}, {"step_ms": "12"}, {"forward_ms": "x"}, {"floor_ms": 0}, {"environment": {"versions": None}},
-     {"environment": {"earlier": {"8x4x2": "x"}}}, {"environment": {"earlier": ["8x4x2"]}},
-     {"environment": {"earlier": {"8x4x2": {"command": "x"}}}},
-     {"environment": {"earlier": {"8x4x2": {"contenders": "loongforge token 0"}}}}),
+    ({"errors": {}}, {"step_ms": "12"}, {"forward_ms": "x"}, {"floor_ms": 0}, {"environment": {"versions": None}}),
     ids=str,
-)  # fmt: skip
+)
 def test_results_with_damage_inside_are_refused_by_name(damage, tmp_path, capsys):
     environment = {"device": "cpu", "versions": {}} | damage.get("environment", {})
     errors = dict.fromkeys(("loss", "grad_hidden", "grad_weight"), 0.0)

@@ -11,19 +11,10 @@ import pytest
 from tests.docs.test_docs import READMES, ROOT, rows, text_of
 
 
-def record():
-    return json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))
-
-
 def measured():
     """(shape, contender) -> its row."""
-    return {(one["shape"], one["name"]): one for one in record()["results"]}
-
-
-def of_this_run(shape):
-    """The rows of a shape that carry no star."""
-    starred = record()["environment"]["earlier"][shape]["contenders"]
-    return [one for (of, name), one in measured().items() if of == shape and name not in starred]
+    results = json.loads(text_of(ROOT / "docs/benchmarks/h200/results.json"))["results"]
+    return {(one["shape"], one["name"]): one for one in results}
 
 
 def those_that_ran():
@@ -40,11 +31,11 @@ def test_headline_is_what_was_measured(name):
     floors = re.findall(r"([0-9.]+) ms", headline)
     assert len(rows(headline)) == len(HEADLINE)
     for column, shape in enumerate(("llama3-8b", "dsv3")):
-        floor = statistics.median(result["floor_ms"] for result in of_this_run(shape))
+        floors_of_shape = [one["floor_ms"] for (of, _), one in those_that_ran().items() if of == shape]
+        floor = statistics.median(floors_of_shape)
         assert float(floors[column]) == pytest.approx(floor, abs=0.051), "that of table.txt"
         for cells, contender in zip(rows(headline), HEADLINE, strict=True):
             result = results[shape, contender]
-            assert cells[0].endswith(" *") == (result not in of_this_run(shape)), contender
             ratio, peak = map(float, re.findall(r"[0-9.]+", cells[2 + column]))
             error = re.findall(r"\de-\d+", cells[4])[column]
             assert ratio == pytest.approx(result["ratio"], abs=0.006), contender
@@ -165,7 +156,7 @@ def test_prose_about_us_is_what_was_measured():
 
     kept = r"all kept takes (\S+) of the floor on T=8192 H=2048 V=128256, (\S+) on the TP-8 .* and (\S+) on Llama-2's"
     alone = r"the loss alone, without gradients, (\S+) to (\S+) of one GEMM's share"
-    twelve = r"took (\S+) to (\S+) of one GEMM's share, median (\S+); QuACK reached (\S+) in the earlier"
+    twelve = r"took (\S+) to (\S+) of one GEMM's share, median (\S+); QuACK took (\S+) in the same run"
     spread = [max(given) - min(given) for given in shares.values()]
     seed = shares["seed-pr"]
     for pattern, expected, digits in (
@@ -213,15 +204,3 @@ def test_what_the_page_says_of_peers_below_our_settings():
     assert [[float(number) for number in numbers] for numbers in said] == [
         [round(shard["loongforge mean all"]), round(shard["loongforge mean 0"]), round(distance, 1)]
     ]
-
-
-def test_pages_say_which_rows_are_of_an_earlier_run():
-    environment = record()["environment"]
-    table = text_of(ROOT / "docs/benchmarks/h200/table.txt")
-    new = {"torch.compile", "liger triton", "liger triton fp32 acc"}
-    for shape, facts in environment["earlier"].items():
-        assert f"{shape}: rows with * are of an earlier run: " in table and facts["command"] in table
-        assert {one["name"] for one in of_this_run(shape) if not one["is_ours"]} == new
-        assert all(one["is_ours"] <= (one in of_this_run(shape)) for (of, _), one in measured().items() if of == shape)
-    page = " ".join(text_of(ROOT / "docs/performance.md").split())
-    assert "ours, torch.compile and Liger's Triton loss were measured together" in page
