@@ -8,6 +8,8 @@ Every large collective is started before the products that need not wait for it 
 * the gather of the tokens, in forward and again in backward, runs beside products over this rank's own tokens
   (:class:`Tokens`), and in backward beside whatever needs no hidden states at all;
 * the sum of grad_hidden over ranks runs beside the last product of the weight gradient (:class:`Pending`).
+
+On an NVIDIA GPU the products follow after a pause (:func:`let_begin`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,20 @@ def reduce_scatter(mine: torch.Tensor, everyone: torch.Tensor, group: Any) -> di
     """Start it: the sum over ranks of ``everyone`` [size * n, ...], of which this rank gets ``mine`` [n, ...]."""
     start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
     return start(mine, everyone, group=group, async_op=True)
+
+
+PAUSE_CYCLES = 20_000
+"""About 10 microseconds."""
+
+
+def let_begin(device: torch.device) -> None:
+    """Hold the computing stream back a little, so that the collective just started has its multiprocessors first.
+
+    What comes next fills the device with programs that run to its end.  Where they come first the collective waits for
+    them, and on other ranks it waits for this one, on multiprocessors that their products lack (``docs/scaling.md``).
+    """
+    if device.type == "cuda" and torch.version.hip is None:
+        torch.cuda._sleep(PAUSE_CYCLES)
 
 
 class Pending:
@@ -115,6 +131,7 @@ class VocabParallel:
         hidden_local = hidden_local.contiguous()
         hidden = hidden_local.new_empty((hidden_local.shape[0] * self.size, *hidden_local.shape[1:]))
         work = all_gather(hidden, hidden_local, self.group)
+        let_begin(hidden.device)
         local_TH = hidden_local.view(-1, width)
         return Tokens(hidden.view(-1, width), local_TH, self.rank * local_TH.shape[0], work)
 
@@ -126,12 +143,16 @@ class VocabParallel:
         if self.size == 1:
             return Pending(grad_hidden)
         if not self.sequence_parallel:
-            return Pending(grad_hidden, dist.all_reduce(grad_hidden, group=self.group, async_op=True))
+            work = dist.all_reduce(grad_hidden, group=self.group, async_op=True)
+            let_begin(grad_hidden.device)
+            return Pending(grad_hidden, work)
         local = grad_hidden.new_empty((grad_hidden.shape[0] // self.size, *grad_hidden.shape[1:]))
         if _lacks_reduce_scatter(self.group, grad_hidden.device):
             dist.all_reduce(grad_hidden, group=self.group)
             return Pending(local.copy_(grad_hidden.chunk(self.size)[self.rank]))
-        return Pending(local, reduce_scatter(local, grad_hidden, self.group), grad_hidden)
+        work = reduce_scatter(local, grad_hidden, self.group)
+        let_begin(local.device)
+        return Pending(local, work, grad_hidden)
 
     def gather_statistics(self, packed_KT: torch.Tensor) -> Pending:
         """Start the all-gather of the statistics [K, T]: the result [size, K, T] has the same bits on every rank."""

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from loongforge import parallel
 from loongforge.parallel import Pending, Tokens, VocabParallel, all_gather, reduce_scatter
 
 Interval = tuple[float, float]
@@ -49,35 +50,16 @@ def not_overlapped() -> Iterator[None]:
         return Pending(reduce(parallel, grad_hidden).wait())
 
     with (
+        at_once(),
         mock.patch.object(VocabParallel, "gather_tokens", gather_tokens),
         mock.patch.object(VocabParallel, "reduce_grad_hidden", reduce_grad_hidden),
     ):
         yield
 
 
-@contextmanager
-def begun_first() -> Iterator[None]:
-    """A pause on the computing stream after each start, so that the collective has its multiprocessors first."""
-    gather, reduce = VocabParallel.gather_tokens, VocabParallel.reduce_grad_hidden
-
-    def pausing(start: Callable) -> Callable:
-        def call(parallel: VocabParallel, operand: torch.Tensor) -> Tokens | Pending:
-            started = start(parallel, operand)
-            if operand.is_cuda:
-                torch.cuda._sleep(PAUSE_CYCLES)
-            return started
-
-        return call
-
-    with (
-        mock.patch.object(VocabParallel, "gather_tokens", pausing(gather)),
-        mock.patch.object(VocabParallel, "reduce_grad_hidden", pausing(reduce)),
-    ):
-        yield
-
-
-PAUSE_CYCLES = 20_000
-"""About 10 microseconds."""
+def at_once() -> AbstractContextManager:
+    """No pause between the start of a collective and what follows."""
+    return mock.patch.object(parallel, "let_begin", lambda device: None)
 
 
 @dataclass(frozen=True)
@@ -93,14 +75,13 @@ AS_IT_IS = Mode("", nullcontext)
 
 
 def modes(all_TH: torch.Tensor) -> tuple[Mode, ...]:
-    """As it is, without its overlap, without its collectives, and two ways to favour the collectives."""
+    """As it is, without its overlap, without its collectives, and collectives that are favoured less or more."""
     return (
         AS_IT_IS,
         Mode(" in series", not_overlapped),
         Mode(" without", lambda: left_out(all_TH)),
-        Mode(" begun first", begun_first),
+        Mode(" at once", at_once),
         Mode(" high priority", nullcontext, high_priority=True),
-        Mode(" both", begun_first, high_priority=True),
     )
 
 

@@ -253,7 +253,7 @@ def _fill(result: Result, times: dict[str, list[float]]) -> None:
     """Medians, and what communication exposes within a round: between rounds clocks drift by more than that."""
     for field, mode in (
         ("step_ms", ""), ("series_ms", " in series"), ("silent_ms", " without"), ("collectives_ms", " alone"),
-        ("begun_first_ms", " begun first"), ("high_priority_ms", " high priority"), ("both_ms", " both"),
+        ("at_once_ms", " at once"), ("high_priority_ms", " high priority"),
     ):  # fmt: skip
         setattr(result, field, statistics.median(times[mode]))
     exposed = [step - silent for step, silent in zip(times[""], times[" without"], strict=True)]

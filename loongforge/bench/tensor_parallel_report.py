@@ -22,9 +22,8 @@ COLUMNS = (
     ("exposed", lambda r: f"{r.exposed_ms:.3f} +- {r.exposed_spread_ms:.3f}"),
     ("alone", lambda r: f"{r.collectives_ms:.3f}"),
     ("hidden", lambda r: share_text(r.hidden_share)),
-    ("begun first", lambda r: f"{r.begun_first_ms:.2f}"),
+    ("at once", lambda r: f"{r.at_once_ms:.2f}"),
     ("high priority", lambda r: f"{r.high_priority_ms:.2f}"),
-    ("both", lambda r: f"{r.both_ms:.2f}"),
     ("peak MiB", lambda r: f"{r.peak_mib:.0f}"),
     ("held MiB", lambda r: f"{r.held_mib:.0f}"),
     ("repeats", lambda r: "yes" if r.repeats else "no"),
@@ -35,8 +34,8 @@ COLUMNS = (
 LEGEND = """\
 ms: forward + backward; /floor: over the three products of one rank; in series: every collective waited for at once;
 without: no collectives; exposed: ms - without, median and half the interquartile distance over the rounds;
-alone: the collectives by themselves; hidden: 1 - exposed / alone; begun first: a pause of 10 us after each start;
-high priority: the group has a stream of high priority; both: those two;
+alone: the collectives by themselves; hidden: 1 - exposed / alone; at once: without the pause of 10 us after each start;
+high priority: the group has a stream of high priority;
 peak and held (between forward and backward) above the inputs; repeats: a second step has the same bits;
 loss, grad_hidden, grad_weight: relative norms of their errors against float32, the worst rank's."""
 
@@ -55,9 +54,8 @@ class Result:
     silent_ms: float = math.nan  # without collectives
     exposed_ms: float = math.nan  # what communication adds: median of the differences within a round
     exposed_spread_ms: float = math.nan  # half the distance between their quartiles
-    begun_first_ms: float = math.nan  # with a pause after each start
+    at_once_ms: float = math.nan  # without the pause after each start
     high_priority_ms: float = math.nan  # on a stream of high priority
-    both_ms: float = math.nan
     collectives_ms: float = math.nan  # each alone, added up
     peak_mib: float = math.nan  # above the inputs, both gradients included
     held_mib: float = math.nan  # between forward and backward

@@ -107,12 +107,16 @@ def logged():
             (chunks, "product_", log.product),
         ):
             stack.enter_context(mock.patch.object(owner, name, wrap(name, getattr(owner, name))))
+        stack.enter_context(mock.patch.object(parallel, "let_begin", lambda device: log("pause")))
         yield log.entries
 
 
 @check
 def what_runs_beside_the_collectives(world):
-    """Products over the local tokens beside the gather, the last weight gradient beside the sum of grad_hidden."""
+    """Products over the local tokens beside the gather, the last weight gradient beside the sum of grad_hidden.
+
+    A pause lets each of the two begin.
+    """
     here, rest = TOKENS // world.size, TOKENS - TOKENS // world.size
     rows = VOCAB // world.size
     others = [part for part in (world.rank * here, rest - world.rank * here) if part]
@@ -121,14 +125,27 @@ def what_runs_beside_the_collectives(world):
         local = shard(world, "world", make_inputs(TOKENS, HIDDEN, VOCAB), sequence_parallel=True)
         with logged() as forward:
             loss = loss_of(world, local, True, logits_budget_mb=budget)
-        assert forward == ["start all_gather", *pieces, "start all_gather", "wait all_gather"], forward
+        statistics = ["start all_gather", "wait all_gather"]
+        assert forward == ["start all_gather", "pause", *pieces, *statistics], forward
         with logged() as backward:
             loss.backward()
-        end = ["start reduce_scatter", f"product_ {rows}", "wait reduce_scatter"]
+        end = ["start reduce_scatter", "pause", f"product_ {rows}", "wait reduce_scatter"]
         if budget == "all":  # grad_hidden needs no hidden states, so nothing waits for them before it is under way
-            end = ["start reduce_scatter", "wait all_gather", f"product_ {rows}", "wait reduce_scatter"]
+            end = ["start reduce_scatter", "pause", "wait all_gather", f"product_ {rows}", "wait reduce_scatter"]
         pieces_again = [] if budget == "all" else pieces
-        assert backward == ["start all_gather", *pieces_again, f"product_ {TOKENS}", *end], backward
+        assert backward == ["start all_gather", "pause", *pieces_again, f"product_ {TOKENS}", *end], backward
+
+
+@check
+def without_sequence_parallelism_the_sum_of_grad_hidden_begins_before_the_last_product(world):
+    local = shard(world, "world", make_inputs(TOKENS, HIDDEN, VOCAB), sequence_parallel=False)
+    loss = loss_of(world, local, False)
+    with logged() as backward, mock.patch.object(parallel.dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        loss.backward()
+    assert all_reduce.call_count == 1
+    assert backward == [f"project_ {TOKENS}", f"product_ {TOKENS}", "pause", f"product_ {VOCAB // world.size}"], (
+        backward
+    )
 
 
 def train(world, sequence_parallel: bool, steps: int, **options) -> list[torch.Tensor]:

@@ -52,6 +52,16 @@ def test_a_checksum_part_by_part_is_that_of_the_whole():
     assert agreement._checksum(values) == int((values * torch.arange(1, len(values) + 1)).sum())
 
 
+@pytest.mark.parametrize("device, hip, pauses", (("cuda", None, 1), ("cuda", "7.0", 0), ("cpu", None, 0)))
+def test_the_pause_after_a_start(device, hip, pauses, monkeypatch):
+    """On NVIDIA GPUs, where it was measured."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    slept = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    parallel.let_begin(torch.device(device))
+    assert slept == [parallel.PAUSE_CYCLES] * pauses
+
+
 @pytest.mark.parametrize("version", ("2.4.0", "2.9.1", "2.12.0+cpu", "2.13.0+cpu"))
 @pytest.mark.parametrize("backend", ("gloo", "undefined", "cpu:gloo,cuda:nccl"))
 def test_which_groups_lack_reduce_scatter(version, backend, monkeypatch):
