@@ -138,15 +138,18 @@ def losses_of(stats: RowStats, formula: Formula, target_T: torch.Tensor, call: C
 def head_of(
     hidden, weight, bias, class_weight, target_T: torch.Tensor, call: Call, base_weight: torch.Tensor | None = None
 ) -> chunks.Head:
-    """Start gathering the tokens, leave padded vocabulary rows out, number the labels from this rank's rows."""
+    """Start gathering the tokens, leave padded vocabulary rows out, number the labels from this rank's rows.
+
+    Labels and bias, which the kernels walk without strides, are made contiguous; class weights already are.
+    """
     tokens = call.parallel.gather_tokens(hidden.to(call.dtype))
     rows = call.plan.vocab_rows
     first_class = call.parallel.rank * call.rows_per_rank
     return chunks.Head(
         tokens=tokens,
         weight_VH=weight[:rows],
-        bias_V=None if bias is None else bias[:rows],
-        label_T=target_T - first_class if first_class else target_T,
+        bias_V=None if bias is None else bias[:rows].contiguous(),
+        label_T=(target_T - first_class if first_class else target_T).contiguous(),
         class_weight_V=None if class_weight is None else class_weight[first_class : first_class + rows],
         transform=call.options.transform,
         kernels=call.kernels,

@@ -58,7 +58,7 @@ def _chunk(target_T: torch.Tensor, class_weight: torch.Tensor | None, call: Call
     """All classes of this rank, padded columns left out."""
     first_class = call.parallel.rank * call.rows_per_rank
     weight = None if class_weight is None else class_weight[first_class : first_class + call.plan.vocab_rows]
-    return Chunk(target_T - first_class, 0, call.options.transform, weight)
+    return Chunk((target_T - first_class).contiguous(), 0, call.options.transform, weight)
 
 
 def _empty_stats(logits: torch.Tensor, call: Call) -> RowStats:
@@ -114,7 +114,7 @@ def cross_entropy(
         out_of_range = Labels.of(target_T, call).out_of_range_T.view(target.shape)
         checks.check_labels_in_range(target, out_of_range, call.num_classes)
     if class_weight is not None:
-        class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32))
+        class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32)).contiguous()
     loss_T = _LossPerToken.apply(logits_TV, target_T, class_weight, call, inplace_backward)
     return reduce_loss(loss_T, target, target_T, class_weight, normalizer, built, call.num_classes)
 

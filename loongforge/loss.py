@@ -62,7 +62,7 @@ def fused_loss(
     num_classes = options.vocab_size or weight.shape[0] * parallel.size
     wide = torch.promote_types(checks.compute_dtype(hidden), torch.float32)
     if class_weight is not None:
-        class_weight = class_weight.detach().to(wide)
+        class_weight = class_weight.detach().to(wide).contiguous()
     target_T, token_weight_T = _weighted_tokens(target, token_weight, options, wide)
     if not compiling and env.check_labels():
         out_of_range_T = Labels.among(target_T, num_classes, options.ignore_index).out_of_range_T

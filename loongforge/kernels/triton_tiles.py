@@ -15,6 +15,7 @@ Measured against the vendor library's GEMM plus a row kernel in ``docs/performan
 """
 
 import functools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +260,7 @@ class TritonTileKernels:
         first: bool = False,
     ) -> None:
         weighted_sum = stats.weighted_sum_T is not None
+        _require_contiguous(bias_C, chunk, vars(stats).values())
         mode, factor, softcap = _transform_arguments(chunk.transform)
         plain = mode == IDENTITY.value and bias_C is None and not weighted_sum
         kernel, width, launch = self._statistics(plain)
@@ -287,6 +289,7 @@ class TritonTileKernels:
         out_TC: torch.Tensor,
     ) -> None:
         c = coefficients
+        _require_contiguous(bias_C, chunk, vars(c).values())
         mode, factor, softcap = _transform_arguments(chunk.transform)
         kernel, launch = self._gradient()
         with torch.cuda.device(hidden_TH.device) if hidden_TH.is_cuda else nullcontext():
@@ -297,6 +300,11 @@ class TritonTileKernels:
                 hidden_TH.shape[0], weight_CH.shape[0], chunk.first_class, hidden_TH.shape[1],
                 _bits(factor), _bits(softcap), TRANSFORM=mode, **launch,
             )  # fmt: skip
+
+
+def _require_contiguous(bias_C: torch.Tensor | None, chunk: Chunk, per_token: Iterable[torch.Tensor | None]) -> None:
+    for vector in (bias_C, chunk.label_T, chunk.class_weight_C, *per_token):
+        assert vector is None or vector.is_contiguous(), "bias, per-token and per-class tensors must be contiguous"
 
 
 def _aligned(operand: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,18 @@ def upstream_gradient_is_expanded_or_strided(loss):
         check(loss, inputs, gradient.to(loss.device), reduction="none")
 
 
+@case("labels, bias or weights that are columns of a wider tensor")
+def vectors_are_strided(loss):
+    inputs = make_inputs(bias=True)
+    for option in ({}, {"class_weight": torch.rand(101, 2)[:, 1] + 0.5, "label_smoothing": 0.1}):
+        wide_target, wide_bias = (torch.stack([vector] * 3, 1) for vector in (inputs.target, inputs.bias))
+        strided = Inputs(inputs.hidden, inputs.weight, wide_target[:, 1], inputs.bias)
+        assert not strided.target.is_contiguous()
+        check(loss, strided, upstream(37), reduction="none", **option)
+        tensors = [inputs.hidden, inputs.weight, strided.target]
+        assert torch.equal(loss(*tensors, bias=wide_bias[:, 1], **option), loss(*tensors, bias=inputs.bias, **option))
+
+
 @case("verl #2656 #2899 #5349")
 def ragged_vocabulary_under_low_logits(loss):
     for vocab in (101, 125, 127, 145):

@@ -41,6 +41,7 @@ REPORTS = (
     "every_reduction",
     "upstream_gradient_differs_per_token",
     "upstream_gradient_is_expanded_or_strided",
+    "vectors_are_strided",
     "ragged_vocabulary_under_low_logits",
     "label_out_of_range_is_nan_in_its_row",
     "bias_and_its_gradient",

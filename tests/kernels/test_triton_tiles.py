@@ -316,6 +316,26 @@ def test_the_machine_without_a_gpu_notices_missing_waits(tiles, monkeypatch, mis
     assert not worst(errors) < 1e-3
 
 
+def test_strided_vectors_are_read_with_their_strides(tiles):
+    """Labels, bias, class weights and the upstream gradient as columns of wider tensors give the same bits."""
+    hidden, weight, bias, target, upstream = make(37, 24, 300, torch.float16)
+    class_weight = torch.rand(300, device=DEVICE) + 0.5
+    vectors = [bias, target, class_weight, upstream]
+
+    def loss_and_gradients(bias, target, class_weight, upstream):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        options = {"class_weight": class_weight, "label_smoothing": 0.1, "reduction": "none", "impl": "generic"}
+        loss = linear_cross_entropy(*leaves, target, bias=bias, **options)
+        return loss, *torch.autograd.grad(loss, leaves, upstream)
+
+    expected = loss_and_gradients(*vectors)
+    for place, vector in enumerate(vectors):
+        column = torch.stack([vector, vector.flip(0), vector], 1)[:, 2]
+        assert not column.is_contiguous()
+        found = loss_and_gradients(*vectors[:place], column, *vectors[place + 1 :])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), place
+
+
 def test_a_misaligned_hidden_is_copied(tiles):
     hidden, weight, bias, target, upstream = make(9, 16, 40, torch.float16)
     storage = torch.zeros(9 * 16 + 1, dtype=torch.float16, device=DEVICE)
