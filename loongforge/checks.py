@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -176,13 +177,18 @@ def _check_normalizer(normalizer: object, hidden: torch.Tensor, options: LossOpt
         raise ValueError(f"normalizer needs reduction='mean', got reduction={options.reduction!r}")
     if isinstance(normalizer, torch.Tensor):
         _check_plain_tensor("normalizer", normalizer)
-        if normalizer.numel() != 1 or normalizer.device != hidden.device:
+        if normalizer.numel() != 1 or normalizer.device != hidden.device or normalizer.is_complex():
             raise ValueError(
-                f"normalizer must be a number or a tensor of one element on {hidden.device}, "
-                f"got shape {list(normalizer.shape)} on {normalizer.device}"
+                f"normalizer must be a number or a tensor of one real element on {hidden.device}, "
+                f"got shape {list(normalizer.shape)} of {normalizer.dtype} on {normalizer.device}"
             )
     elif isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number or a scalar tensor, got {type(normalizer).__name__}")
+    else:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        largest = torch.finfo(dtype).max
+        if abs(normalizer) > largest and abs(normalizer) != math.inf:
+            raise ValueError(f"normalizer must fit {dtype}, got a number beyond {largest:.1e}")
 
 
 def check_is_here(name: str, tensor: torch.Tensor) -> None:

@@ -104,9 +104,12 @@ def cross_entropy(
         logits_TV = logits.reshape(-1, logits.shape[-1])
         if logits_TV.shape[1] > 1 and logits_TV.stride(1) != 1:
             logits_TV = logits_TV.contiguous()
-        if inplace_backward and logits_TV.data_ptr() != logits.data_ptr():
-            layout = _layout(logits)
-            raise ValueError(f"inplace_backward needs logits that flatten to [T, V] without a copy, got {layout}")
+        overlapping = logits_TV.shape[0] > 1 and logits_TV.stride(0) < logits_TV.shape[1]
+        if inplace_backward and (overlapping or logits_TV.data_ptr() != logits.data_ptr()):
+            raise ValueError(
+                "inplace_backward needs logits that flatten to [T, V] without a copy and whose rows share no memory, "
+                f"got {_layout(logits)}"
+            )
         call = _prepare_call(logits_TV, class_weight is not None, built, parallel)
         checks.check_reduction(logits, class_weight, normalizer, built, call.num_classes)
     target_T = target.reshape(-1).long()

@@ -75,9 +75,9 @@ def _logit(z, first, bias_ptr, num_classes, factor, softcap, TRANSFORM: gl.const
 
 
 @gluon.jit
-def _exponentials(x, offset):
-    """``exp(x)`` times ``2 ** -offset`` of its row, rounded once; a product and a difference would cost time."""
-    return gl.exp2(gl.fma(x, LOG2_E, -offset[:, None]))
+def _exponentials(x, scale, offset):
+    """``2 ** (scale * x - offset)``, the exponent rounded once; a difference and a product would cost time."""
+    return gl.exp2(gl.fma(x, scale[:, None], -offset[:, None]))
 
 
 @gluon.jit
@@ -105,12 +105,16 @@ def _statistics_tiles(ring, work, shape, TRANSFORM: gl.constexpr, WEIGHTED_SUM: 
             weighted += _weighted_tile(b, _columns(first + COLUMNS), class_weight_ptr, num_classes)
             gl.store(partial + 2 * plane, gl.sum(weighted, 1), mask=row < num_tokens)
         tile_max = gl.max(gl.maximum(gl.maximum(a, b), c) if UNITS == WIDE else gl.maximum(a, b), 1)
-        offset = _offset(tile_max) * LOG2_E
-        total = _exponentials(a, offset) + _exponentials(b, offset)
+        # From 2 ** 30 on numbers are so far apart that only the maximum itself counts, to any base: 2 makes the offset
+        # exact, where its rounding would leave the range of exponents.
+        reference = _offset(tile_max)
+        scale = gl.where(gl.abs(reference) < 2.0**30, LOG2_E, 1.0)
+        offset = reference * scale
+        total = _exponentials(a, scale, offset) + _exponentials(b, scale, offset)
         if UNITS == WIDE:
-            total += _exponentials(c, offset)
+            total += _exponentials(c, scale, offset)
         # The offset was rounded: what it is off by makes the sum one of exponentials below the maximum itself.
-        rest = gl.exp2(gl.fma(_offset(tile_max), -LOG2_E, offset))
+        rest = gl.exp2(gl.fma(reference, -scale, offset))
         gl.store(partial, tile_max, mask=row < num_tokens)
         gl.store(partial + plane, gl.sum(total, 1) * rest, mask=row < num_tokens)
 

@@ -315,6 +315,7 @@ def _aligned(operand: torch.Tensor) -> torch.Tensor:
 def _is_aligned(operand: torch.Tensor) -> bool:
     return (
         operand.stride(1) == 1
+        and operand.stride(0) > 0  # no expanded row
         and operand.stride(0) * operand.element_size() % _TMA_BYTES == 0
         and operand.data_ptr() % _TMA_BYTES == 0
     )

@@ -126,6 +126,9 @@ def test_labels_out_of_range_and_no_valid_token():
         ({"smoothing": 0.1}, TypeError, "did you mean label_smoothing"),
         ({"logits": torch.zeros(3, 4, requires_grad=True), "inplace_backward": True}, ValueError, "leaf's own data"),
         ({"logits": torch.zeros(4, 3).t(), "inplace_backward": True}, ValueError, r"strides \[1, 3\]"),
+        ({"logits": torch.zeros(4).expand(3, 4), "inplace_backward": True}, ValueError, r"share no .*\[0, 1\]"),
+        ({"logits": torch.zeros(6).unfold(0, 4, 1), "inplace_backward": True}, ValueError, r"share no .*\[1, 1\]"),
+        ({"logits": torch.zeros(1).expand(3, 1), "inplace_backward": True}, ValueError, r"share no .*\[0, 1\]"),
         ({"vocab_size": 5}, ValueError, "logits have 4 columns on each of 1 .*fewer in all than vocab_size = 5"),
         (
             {"logits": torch.zeros(3, 1), "label_smoothing": 0.1, "label_smoothing_formula": "megatron"},

@@ -234,6 +234,37 @@ def test_logits_far_from_zero_keep_their_digits(tiles, largest):
     assert_close(stats.sum_exp_T, torch.exp(x_TV - x_TV.amax(1, keepdim=True)).sum(1), 1e-6)
 
 
+def test_logits_up_to_the_ends_of_float32(tiles):
+    """Exact ones again: beyond 2 ** 30 whatever is not the maximum counts for nothing, equal ones are counted."""
+    rows = Rows(70, 1200)
+    rows.hidden.zero_(), rows.weight.zero_()
+    token, column = torch.arange(70, device=DEVICE), torch.arange(1200, device=DEVICE)
+    rows.hidden[:, :16] = (2.0 ** (token % 36 - 20) * (-1) ** token)[:, None]
+    rows.weight[:, :16] = (column * 7 % 65 - 32)[:, None]
+    for part, number in ((slice(0, 384), -60000), (slice(384, 500), 60000), (slice(1100, None), 40000)):
+        rows.weight[part, :16] = number
+    rows.accumulate(tiles, stats := rows.garbage(), first=True)
+    x_TV = rows.logits()
+    assert x_TV.abs().amax() > 2**30 > x_TV.abs().amax(1).amin()
+    assert torch.equal(stats.max_T.double(), x_TV.amax(1))
+    assert_close(stats.sum_exp_T, torch.exp(x_TV - x_TV.amax(1, keepdim=True)).sum(1), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", (slice(0, 256), slice(0, 384), slice(512, 800), slice(768, 800)), ids=str)
+def test_classes_masked_by_large_finite_numbers(tiles, dtype, masked):
+    """As padded vocabularies are: whole tiles of them, in whatever dtype."""
+    hidden, weight, bias, target, upstream = make(37, 24, 800, dtype)
+    scale = 1.0 if dtype == torch.bfloat16 else 2.0**17
+    hidden, bias = hidden / scale, bias / scale
+    bias[masked] = torch.finfo(dtype).min
+    target = torch.where(bias[target.clamp_min(0)] == torch.finfo(dtype).min, -100, target)
+    assert (target >= 0).sum() > 5
+    _, grads, errors = run([hidden, weight, bias, target, upstream / scale], logit_scale=scale)
+    assert errors[0] < 1e-5 and worst(errors[1:]) < 2e-2
+    assert (grads[1][masked] == 0).all()
+
+
 def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
     """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
     from loongforge import plan as planning
@@ -279,7 +310,8 @@ def test_repeats_bit_for_bit(tiles):
 
 
 @pytest.mark.parametrize(
-    "case", ["float32", "hidden size of 12", "misaligned weight", "weight of another dtype", "no tokens"]
+    "case",
+    ["float32", "hidden size of 12", "misaligned weight", "weight of one row", "weight of another dtype", "no tokens"],
 )
 def test_unsuitable_operands_are_left_to_the_row_kernels(tiles, case):
     hidden, weight, *_ = make(8, 16, 32, torch.float16)
@@ -289,6 +321,8 @@ def test_unsuitable_operands_are_left_to_the_row_kernels(tiles, case):
         hidden, weight = hidden[:, :12], weight[:, :12]
     elif case == "misaligned weight":
         weight = torch.zeros(32 * 16 + 1, dtype=torch.float16, device=DEVICE)[1:].view(32, 16)
+    elif case == "weight of one row":
+        weight = weight[:1].expand_as(weight)
     elif case == "weight of another dtype":
         weight = weight.float()
     else:
