@@ -106,6 +106,16 @@ def vectors_are_strided(loss):
         assert torch.equal(loss(*tensors, bias=wide_bias[:, 1], **option), loss(*tensors, bias=inputs.bias, **option))
 
 
+@case("padded or forbidden classes masked by the most negative number of a dtype")
+def classes_masked_by_large_finite_numbers(loss):
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(dtype=dtype, bias=True)
+        inputs.bias[:60], inputs.bias[60] = torch.finfo(dtype).min, -1e10
+        inputs.target[(inputs.target >= 0) & (inputs.target <= 60)] = 77
+        _, _, grad_weight, _ = check(loss, inputs, upstream(37), reduction="none")
+        assert (grad_weight[:61] == 0).all()
+
+
 @case("verl #2656 #2899 #5349")
 def ragged_vocabulary_under_low_logits(loss):
     for vocab in (101, 125, 127, 145):

@@ -42,6 +42,7 @@ REPORTS = (
     "upstream_gradient_differs_per_token",
     "upstream_gradient_is_expanded_or_strided",
     "vectors_are_strided",
+    "classes_masked_by_large_finite_numbers",
     "ragged_vocabulary_under_low_logits",
     "label_out_of_range_is_nan_in_its_row",
     "bias_and_its_gradient",

@@ -77,12 +77,12 @@ def test_with_the_triton_kernels(name, dtype, arch, monkeypatch):
 def test_cross_entropy_of_existing_logits_with_the_triton_kernels(arch, monkeypatch):
     logits, target = torch.randn(6, 1003), torch.tensor([1002, -100, 0, 7, 8, 9])
     found = []
-    for kernels in (EmulatedFlyDSLRowKernels(arch), EmulatedTritonRowKernels(arch)):
+    for kernels, num_launches in ((EmulatedFlyDSLRowKernels(arch), 2), (EmulatedTritonRowKernels(arch), 3)):
         use(monkeypatch, kernels)
         leaf = logits.clone().requires_grad_()
         loss = loongforge.cross_entropy(leaf * 1.0, target, reduction="none", inplace_backward=True)
         found.append((loss, *torch.autograd.grad(loss, leaf, upstream(6).float())))
-        assert len(kernels.launches) == 2
+        assert len(kernels.launches) == num_launches, "Triton's losses of tokens are a kernel"
     for flydsl, triton in zip(*found, strict=True):
         assert relative(flydsl, triton) < 1e-6
 

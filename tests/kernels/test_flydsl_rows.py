@@ -82,6 +82,21 @@ def test_a_common_offset_of_all_logits(arch, shift):
     RowCase(1003, torch.float32, shift=shift).check(EmulatedFlyDSLRowKernels(arch))
 
 
+@each_arch
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_logits_up_to_the_ends_of_their_dtype(arch, dtype):
+    """Beyond 2 ** 30 whatever is not the maximum counts for nothing, equal ones are counted."""
+    case = RowCase(1003, dtype, tokens=6, chunk=600)
+    largest = torch.finfo(dtype).max
+    case.logits_TV[0, :990] = -largest
+    case.logits_TV[1, 40:] = -1e10
+    case.logits_TV[2] = -largest
+    case.logits_TV[3, ::3] = largest
+    case.logits_TV[4, :700], case.logits_TV[4, 700:] = -(2.0**31), -(2.0**32)
+    case.logits_TV[5] *= 2.0**29
+    case.check(EmulatedFlyDSLRowKernels(arch))
+
+
 @each_wave_size
 @pytest.mark.parametrize("seed", (0, 1))
 def test_the_order_of_waves_does_not_matter(arch, seed):

@@ -17,7 +17,8 @@ if toolchain.missing():
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter replaces the compiler in this process", allow_module_level=True)
 
-from loongforge.kernels.interface import LogitTransform  # noqa: E402
+from loongforge.call import Labels  # noqa: E402
+from loongforge.kernels.interface import LogitTransform, RowStats  # noqa: E402
 from tests.amdgpu.row_checks import RowCase  # noqa: E402
 from tests.amdgpu.triton_host import EmulatedTritonRowKernels  # noqa: E402
 
@@ -29,6 +30,19 @@ def test_vocabularies(arch, dtype):
     for vocab in (1, 7, 1003, 2049):
         RowCase(vocab, dtype).check(kernels)
     assert len({sha256 for _, sha256 in kernels.launches}) == 2  # nothing is specialised on a shape
+
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx950", "gfx1100", "gfx1201"))
+def test_losses_of_tokens(arch):
+    target_T = torch.arange(300) % 40
+    target_T[::7], target_T[3::7], target_T[5::7] = -100, 40, -1
+    rows = [torch.linspace(low, high, 300) for low, high in ((-50.0, 2000.0), (1e-3, 1e5), (-60.0, 1999.0))]
+    stats = RowStats(*rows, None)
+    loss_T, *masks = EmulatedTritonRowKernels(arch).token_losses(target_T, stats, 40, -100)
+    labels = Labels.among(target_T, 40, -100)
+    expected_T = labels.mark_(rows[1].double().log() - (rows[2] - rows[0]).double())
+    torch.testing.assert_close(loss_T.double(), expected_T, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.equal(masks[0], labels.ignored_T) and torch.equal(masks[1], labels.no_class_T)
 
 
 @pytest.mark.parametrize("arch", ("gfx942", "gfx1201"))

@@ -26,6 +26,7 @@ from loongforge.kernels.flydsl.vectors import (
     max_of,
     partial_vector,
     rounding_correction,
+    scale_and_reference,
     sum_of,
 )
 
@@ -33,12 +34,12 @@ NEG_INF = float("-inf")
 
 
 def fold(vectors, maximum, sum_exp):
-    """``(max, sum)`` with some vectors folded in; the sum is relative to ``round(max * log2e)``."""
+    """``(max, sum)`` with some vectors folded in; the sum is relative to the rounded reference of the maximum."""
     new_maximum = fx.maxnumf(maximum, max_of(vectors))
-    reference = finite_or_zero(new_maximum) * LOG2E
-    new_sum = sum_of([exp2(fma(v, LOG2E, -reference)) for v in vectors])
+    scale, reference = scale_and_reference(new_maximum)
+    new_sum = sum_of([exp2(fma(v, scale, -reference)) for v in vectors])
     # maximum = -inf comes with sum_exp = 0 and makes the factor 0 too
-    return new_maximum, fx.math.fma(sum_exp, exp2(maximum * LOG2E - reference), new_sum)
+    return new_maximum, fx.math.fma(sum_exp, exp2(maximum * scale - reference), new_sum)
 
 
 def mask(inside, x, other):
@@ -52,8 +53,8 @@ def merge_lanes(maximum, sum_exp, wave):
     wave_maximum = maximum
     for distance in _distances(wave):
         wave_maximum = fx.maxnumf(wave_maximum, wave_maximum.shuffle_xor(distance, wave))
-    reference = finite_or_zero(wave_maximum) * LOG2E
-    return wave_maximum, add_lanes(sum_exp * exp2(maximum * LOG2E - reference), wave)
+    scale, reference = scale_and_reference(wave_maximum)
+    return wave_maximum, add_lanes(sum_exp * exp2(maximum * scale - reference), wave)
 
 
 def add_lanes(value, wave):
@@ -71,10 +72,10 @@ def merge_waves(maxima, sums):
     maximum = maxima[0]
     for other in maxima[1:]:
         maximum = fx.maxnumf(maximum, other)
-    reference = finite_or_zero(maximum) * LOG2E
+    scale, reference = scale_and_reference(maximum)
     total = fx.Float32(0.0)
     for m, s in zip(maxima, sums, strict=True):
-        total = fx.math.fma(s, exp2(m * LOG2E - reference), total)
+        total = fx.math.fma(s, exp2(m * scale - reference), total)
     return maximum, total
 
 

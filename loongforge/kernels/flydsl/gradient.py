@@ -12,7 +12,6 @@ from flydsl.expr import const_expr, range_constexpr
 from loongforge.kernels.flydsl.vectors import (
     BLOCK,
     ELEMENTS,
-    LOG2E,
     Row,
     Transform,
     apply_with_slope,
@@ -25,6 +24,7 @@ from loongforge.kernels.flydsl.vectors import (
     quiet,
     round_to,
     rounding_correction,
+    scale_and_reference,
     store_element,
     store_vector,
 )
@@ -63,7 +63,7 @@ def build(variant):
         if const_expr(variant.uniform):
             uniform = quiet(fx.Float32(uniform_T[t]))
             is_active = is_active | (uniform != 0.0)
-        reference = maximum * LOG2E
+        scale, reference = scale_and_reference(maximum)
         coefficient = coefficient * rounding_correction(maximum)
 
         # The label's place in the window; -1 where it lies outside this chunk.
@@ -74,7 +74,7 @@ def build(variant):
 
         def gradient_of(stored, index):
             x, slope = apply_with_slope(transform, stored)
-            g = exp2(fma(x, LOG2E, -reference)) * coefficient
+            g = exp2(fma(x, scale, -reference)) * coefficient
             if const_expr(variant.uniform):
                 g = g - (load_class_weights(row, class_weight_C, index) if variant.class_weighted else 1.0) * uniform
             if index == label_vector:

@@ -10,7 +10,8 @@ only vector 0 (when head > 0) and the last one (when the window does not end on 
 descriptor carries the row's own 64-bit address and its length, so no 32-bit row offset exists, and it ends on the
 dword that holds the last class: hardware reads whole dwords, never beyond.
 
-Exponentials are ``exp2(x * log2(e) - reference)`` with ``reference = round(max * log2(e))``, one fused instruction.
+Exponentials are ``exp2(x * log2(e) - reference)`` with ``reference = round(max * log2(e))``, one fused instruction
+(:func:`scale_and_reference`).
 The rounding of the reference is common to a whole row (1e-4 at logits of 2000) and :func:`rounding_correction`
 removes it once per row.
 
@@ -169,11 +170,21 @@ def finite_or_zero(maximum):
     return (maximum == fx.Float32(float("-inf"))).select(fx.Float32(0.0), maximum)
 
 
-def rounding_correction(maximum):
-    """``exp2(round(max * log2e) - max * log2e)``; see the module docstring."""
+def scale_and_reference(maximum):
+    """``(scale, round(max * scale))``: exponentials of ``x`` are ``exp2(x * scale - reference)``.
+
+    The scale is log2(e).  From 2 ** 30 on float32 numbers are so far apart that only the maximum itself counts, to any
+    base: a scale of 1 makes the product exact, whose rounding would leave the range of exponents.
+    """
     point = finite_or_zero(maximum)
-    reference = point * LOG2E
-    return exp2(-fx.math.fma(point, fx.Float32(LOG2E), -reference))
+    scale = (fx.math.absf(point) < fx.Float32(2.0**30)).select(fx.Float32(LOG2E), fx.Float32(1.0))
+    return scale, point * scale
+
+
+def rounding_correction(maximum):
+    """``exp2(reference - max * scale)``; see the module docstring."""
+    scale, reference = scale_and_reference(maximum)
+    return exp2(-fx.math.fma(finite_or_zero(maximum), scale, -reference))
 
 
 def tanh(y):
