@@ -102,7 +102,7 @@ ONE = {
         "normalizer per token": (
             {"normalizer": torch.ones(6)},
             ValueError,
-            ("normalizer must be", "one element", "[6]"),
+            ("normalizer must be", "one real element", "[6]"),
         ),
         "normalizer text": ({"normalizer": "6"}, TypeError, ("normalizer must be a number or a scalar", "str")),
     },
