@@ -83,6 +83,19 @@ def nvidia_resources(binary):
     return {"registers": usage["REG"], "spills": usage["STACK"] + usage["LOCAL"], "shared": binary.metadata.shared}
 
 
+def instructions(binary):
+    """Of the machine code, without what names lines of the source."""
+    if "amdgcn" in binary.asm:
+        text, _, _ = binary.asm["amdgcn"].partition(".section\t.debug")
+        return re.findall(r"^\t([sv]_.*|global_.*|buffer_.*|ds_.*|flat_.*)$", text, re.MULTILINE)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$", text, re.MULTILINE)
+
+
 def amd_resources(binary):
     """The same from the kernel's metadata (what the code object's notes hold)."""
     usage = {name: int(value) for name, value in re.findall(r"\.(\w+):\s+(\d+)$", binary.asm["amdgcn"], re.MULTILINE)}

@@ -9,11 +9,7 @@ as they are, with all options off, and has to be the same, instruction by instru
 import ast
 import importlib.util
 import inspect
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +19,7 @@ from loongforge.dispatch import why_not_gluon  # noqa: E402
 from loongforge.kernels import triton_rows, triton_tiles, triton_tiles_finish  # noqa: E402
 from tests.kernels import test_triton_compile as rows  # noqa: E402
 from tests.kernels import test_triton_tiles_compile as tiles  # noqa: E402
-from tests.kernels.test_triton_compile import pytestmark  # noqa: E402, F401
+from tests.kernels.test_triton_compile import instructions, pytestmark  # noqa: E402, F401
 
 MODULES = [triton_rows, triton_tiles_finish, triton_tiles]
 if why_not_gluon() is None:
@@ -83,19 +79,6 @@ def stripped(tmp_path_factory):
     yield modules
     for name in names.values():
         del sys.modules[name]
-
-
-def instructions(binary):
-    """Of the machine code, without what names lines of the source."""
-    if "amdgcn" in binary.asm:
-        text, _, _ = binary.asm["amdgcn"].partition(".section\t.debug")
-        return re.findall(r"^\t([sv]_.*|global_.*|buffer_.*|ds_.*|flat_.*)$", text, re.MULTILINE)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*)$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("target", ("sm_90", "gfx942"))

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from loongforge.dispatch import why_not_gluon  # noqa: E402
 from loongforge.kernels import triton_tiles  # noqa: E402
 from loongforge.kernels.triton_tiles_finish import FINISH, finish_kernel  # noqa: E402
-from tests.kernels.test_triton_compile import TARGETS, TRANSFORMS, nvidia_resources  # noqa: E402
+from tests.kernels.test_triton_compile import TARGETS, TRANSFORMS, instructions, nvidia_resources  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter replaces the compiler in this process"
@@ -128,6 +128,19 @@ def test_gluon_kernels_give_registers_to_the_warps_that_multiply(name, dtype, tr
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx and "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg.inc" in ptx
     assert "atom" not in ptx, "results must repeat bit for bit"
+
+
+@gluon
+def test_a_logit_costs_gluon_statistics_four_instructions():
+    """A maximum, a fused multiply-add, an exponential and a sum, in the code of each of the two warpgroups."""
+    from loongforge.kernels import gluon_tiles as tiles
+
+    binary = compiled_gluon(tiles.statistics_kernel, "bf16", "identity", "nothing")
+    names = [re.sub(r"^@!?U?P\w+\s+", "", line).split()[0] for line in instructions(binary)]
+    of_a_thread = tiles.WARPGROUPS.value * tiles.ROWS.value * tiles.COLUMNS.value * tiles.WIDE.value // 128
+    used = {start: sum(name.startswith(start) for name in names) for start in ("FMNMX", "FFMA", "MUFU.EX2", "FADD")}
+    assert all(of_a_thread <= count <= 1.1 * of_a_thread for count in used.values()), (of_a_thread, used)
+    assert sum(name.startswith("FMUL") for name in names) < of_a_thread / 10
 
 
 @gluon
