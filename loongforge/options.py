@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -130,5 +130,6 @@ def _integer(name: str, value: object) -> int:
 def _number(name: str, value: object, legal: str, holds) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, {legal}, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value) or not holds(value):
+    # A comparison, not math.isfinite, which torch 2.11 does not trace when numbers are dynamic.
+    if not abs(value) <= sys.float_info.max or not holds(value):
         raise ValueError(f"{name} must be a number, {legal}, got {value!r}")

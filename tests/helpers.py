@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,14 @@ from torch.nn import functional as F
 from loongforge import LossOptions
 from loongforge.kernels.reference import reference_loss
 
+ROOT = Path(__file__).resolve().parents[1]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def environment_of_checkout(**variables: str) -> dict[str, str]:
+    """For a process of its own that imports this checkout, and the rest from where this one does."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **variables}
 
 
 @dataclass

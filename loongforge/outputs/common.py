@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,7 +35,7 @@ def output_options(
     temperature = constants({"temperature": temperature})["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)):
         raise TypeError(f"temperature must be a number, got {temperature!r} of type {type(temperature).__name__}")
-    if not (math.isfinite(temperature) and 1e-6 <= temperature <= 1e6):
+    if not 1e-6 <= temperature <= 1e6:
         raise ValueError(f"temperature must be finite and between 1e-6 and 1e6, got {temperature!r}")
     values = {name: getattr(built, name) for name in OPTION_NAMES}
     return build_options(values | at_temperature(built.logit_scale, built.softcap, temperature))

@@ -131,7 +131,9 @@ def what_runs_beside_the_collectives(world):
             loss.backward()
         end = ["start reduce_scatter", "pause", f"product_ {rows}", "wait reduce_scatter"]
         if budget == "all":  # grad_hidden needs no hidden states, so nothing waits for them before it is under way
-            end = ["start reduce_scatter", "pause", "wait all_gather", f"product_ {rows}", "wait reduce_scatter"]
+            end.insert(2, "wait all_gather")
+        if parallel._lacks_reduce_scatter(world.groups["world"][0], local.hidden.device):
+            end = [entry for entry in end if entry in ("wait all_gather", f"product_ {rows}")]
         pieces_again = [] if budget == "all" else pieces
         assert backward == ["start all_gather", "pause", *pieces_again, f"product_ {TOKENS}", *end], backward
 

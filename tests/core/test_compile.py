@@ -1,4 +1,4 @@
-"""torch.compile, custom operators, CUDA graphs and function transforms."""
+"""torch.compile, custom operators and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
-from loongforge import LinearCrossEntropy, LossOptions, cross_entropy, linear_cross_entropy, operators
+from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy, operators
 from loongforge import plan as planning
 from tests.helpers import make_inputs, oracle, relative, upstream
 
@@ -136,6 +136,23 @@ def test_options_that_change_compile_anew_and_stay_right():
         double = inputs.leaves(torch.float64)
         expected = truth(double.hidden, double.weight, inputs.target)
         assert relative(compiled(scale, ignored), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_dynamic_from_the_first_call(name):
+    """``dynamic=True``: numbers among the arguments and among the defaults are checked while they are symbols."""
+
+    def run(hidden, weight, target, normalizer, options):
+        return linear_cross_entropy(hidden, weight, target, normalizer=normalizer, **options)
+
+    normalizer = None if "reduction" in CASES[name] else 12.5
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (30, 37):
+        inputs = tokens_of(tokens)
+        inputs.target[inputs.target == -100] = CASES[name].get("ignore_index", -100)
+        tensors, last = (inputs.hidden, inputs.weight), (inputs.target, normalizer, CASES[name])
+        actual = results(lambda: compiled(*tensors, *last), tensors)  # noqa: B023
+        assert_same(actual, results(lambda: run(*tensors, *last), tensors), 1e-5)  # noqa: B023
 
 
 def test_an_adapter():
@@ -278,63 +295,12 @@ def test_the_compiler_is_not_imported_for_everyone():
 # ---------------------------------------------------------------- torch.func
 
 
-def test_function_transforms_are_refused_by_name():
-    inputs = tokens_of(8)
-    hidden, weight, _ = (t.detach() for t in inputs.tensors)
-
-    def loss(hidden):
-        return linear_cross_entropy(hidden, weight, inputs.target)
-
-    for run in (
-        lambda: torch.func.grad(loss)(hidden),
-        lambda: torch.func.vjp(loss, hidden),
-        lambda: torch.func.jvp(loss, (hidden,), (hidden,)),
-        lambda: torch.func.jacrev(loss)(hidden),
-        lambda: torch.vmap(loss)(hidden.expand(3, -1, -1)),
-        lambda: torch.func.hessian(loss)(hidden),
-    ):
-        with pytest.raises(NotImplementedError, match=r"does not run inside torch.func transforms .*functional_call"):
-            run()
-
-
-@pytest.mark.parametrize("options", ({}, {"compact_tokens": 25}, {"reduction": "sum", "logits_budget_mb": "all"}))
-def test_several_upstream_gradients_are_refused_by_name(options):
-    """``is_grads_batched`` is a vmap over backward, through every Function; a loop gives what it would."""
-    inputs, options = tokens_of(30), {"reduction": "none", **options}
-    logits = torch.randn(30, VOCAB, requires_grad=True)
-    losses = {
-        "fused": (lambda: linear_cross_entropy(*inputs.tensors[:2], inputs.target, **options), inputs.weight),
-        "of logits": (lambda: cross_entropy(logits, inputs.target, reduction=options["reduction"]), logits),
-    }
-    for function, tensor in losses.values():
-        loss = function()
-        grads = torch.ones(3, *loss.shape)
-        grad = functools.partial(torch.autograd.grad, loss, tensor, retain_graph=True)
-        for run in (
-            functools.partial(grad, grads, is_grads_batched=True),
-            functools.partial(torch.vmap(lambda g, grad=grad: grad(g)[0]), grads),
-        ):
-            with pytest.raises(
-                NotImplementedError, match="takes one upstream gradient: .*is_grads_batched=True.*once for"
-            ):
-                run()
-        assert torch.autograd.grad(loss, tensor, grads[0])[0].any()
-
-
 def test_several_upstream_gradients_of_a_graph():
     """Backend ``eager`` runs the operators' own backward."""
     inputs, model = tokens_of(30), Model({"reduction": "none"})
     loss = torch.compile(model, backend="eager", fullgraph=True)(inputs.hidden, inputs.target)
     with pytest.raises(NotImplementedError, match="takes one upstream gradient"):
         torch.autograd.grad(loss, inputs.hidden, torch.ones(3, 30), is_grads_batched=True)
-
-
-def test_functional_call():
-    inputs, model = tokens_of(30), Model({})
-    parameters = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-    loss = torch.func.functional_call(model, parameters, (inputs.hidden, inputs.target))
-    ours = torch.autograd.grad(loss, parameters.values())
-    assert_same(ours, torch.autograd.grad(model(inputs.hidden, inputs.target), list(model.parameters())))
 
 
 # ---------------------------------------------------------------- GPU

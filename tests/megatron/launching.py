@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import environment_of_checkout
 from tests.megatron.matrix import INSTALLED, Row
 
 HERE = Path(__file__).parent
@@ -23,15 +24,15 @@ FETCH = "scripts/fetch_megatron_wheels.py"
 
 def environment(version: str) -> dict[str, str]:
     """Environment of a process that sees this version; skips where its wheel was not fetched."""
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    result = environment_of_checkout()
     if version != INSTALLED:
         spec = importlib.util.spec_from_file_location("fetch_megatron_wheels", ROOT / FETCH)
         wheels = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(wheels)
         if not wheels.is_unpacked(version):
             pytest.skip(f"megatron-core {version} is not unpacked: python {FETCH}")
-        path.insert(0, str(wheels.wheel_folder(version)))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+        result["PYTHONPATH"] = os.pathsep.join([str(wheels.wheel_folder(version)), result["PYTHONPATH"]])
+    return result
 
 
 def run_rows(version: str, rows: list[Row]) -> dict[str, list[dict]]:

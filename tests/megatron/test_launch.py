@@ -9,6 +9,7 @@ import pytest
 from loongforge.env import VARIABLES
 from loongforge.megatron import is_installed, launch
 from loongforge.megatron.launch import FLAGS, split_flags
+from tests.helpers import environment_of_checkout
 
 pytest.importorskip("megatron.core", reason="needs megatron-core (pip install 'loongforge[megatron]')")
 
@@ -28,9 +29,8 @@ def run_launch(folder, *arguments, **environment):
     (folder / "script.py").write_text(SCRIPT)
     (folder / "neighbour.py").write_text("VALUE = 'beside'\n")
     command = [sys.executable, "-W", "ignore", "-m", "loongforge.megatron.launch", *arguments]
-    variables = {name: text for name, text in os.environ.items() if not name.startswith("LCE_")} | environment
-    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    variables = {name: text for name, text in environment_of_checkout().items() if not name.startswith("LCE_")}
+    variables |= environment
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
 
 
@@ -162,7 +162,7 @@ def test_importing_auto_installs(tmp_path):
     )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(tmp_path / "one_line.py")],
-        env={**os.environ, "PYTHONPATH": os.getcwd()}, capture_output=True, text=True, timeout=120,
+        env=environment_of_checkout(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     said, printed = result.stdout.splitlines()

@@ -111,6 +111,15 @@ def test_equal_to_eager_without_recompilation(name):
         assert_equal(mine, right)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_dynamic_from_the_first_call(name):
+    step, dtype, bias, options = CASES[name]
+    case = case_of(30, dtype, bias, options)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    right = results(lambda i: step(i, case, **options), case.inputs.leaves())
+    assert_equal(results(lambda i: compiled(i, case, **options), case.inputs.leaves()), right)
+
+
 def test_a_step_of_reinforcement_learning():
     """A ratio of probabilities and an entropy bonus, compiled with what is around them."""
     case = case_of(37, FP32, True, {})

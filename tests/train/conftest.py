@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import environment_of_checkout
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: pip install 'loongforge[train]'")
 
@@ -141,8 +142,7 @@ def train(start: Callable[..., Ranks]) -> Callable[..., str]:
 
 
 def _popen(command: list[str], log: Path, rank: int, ranks: int) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
+    environment = environment_of_checkout(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1")
     with log.open("w") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 

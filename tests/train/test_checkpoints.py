@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from loongforge.train import checkpoint
 from loongforge.train.checkpoint import MARKER, iteration_folder, latest_iteration
 from loongforge.train.errors import CheckpointError
+from tests.helpers import environment_of_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs each command line in turn and prints [exit status, what it wrote to stderr] for each.
@@ -31,7 +31,7 @@ for run in json.loads(sys.argv[1]):
 def results(runs: list[list[str]]) -> list[tuple[int, str]]:
     """(exit status, stderr) of each command line."""
     command = [sys.executable, "-c", _DRIVER, json.dumps(runs)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_checkout()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

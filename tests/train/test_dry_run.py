@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import environment_of_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 # Processes, and the parameters that the model's authors publish over all of them, in billions.
@@ -26,7 +27,7 @@ for name in sys.argv[1:]:
 def plans():
     """Config name -> what its dry run printed."""
     names = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = environment_of_checkout()
     command = [sys.executable, "-c", DRIVER, *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
