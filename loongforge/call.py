@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -275,5 +277,19 @@ def _will_be_run_again() -> bool:
     Kept logits would stay alive until then, and the second run, with another share of the budget, might save other
     tensors than the first, which checkpointing refuses.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # torch 2.7
+    if top_hooks is None:
+        return _is_called_by_checkpoint()
+    hooks = top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _is_called_by_checkpoint() -> bool:
+    """Whether one of the callers is the first or the second run of ``torch.utils.checkpoint`` without reentrance."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        names = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if names in (("torch.utils.checkpoint", "checkpoint"), ("torch.utils.checkpoint", "unpack_hook")):
+            return True
+        frame = frame.f_back
+    return False

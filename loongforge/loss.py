@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def fused_loss(
         hidden, weight, target, bias, options = sharded.local_parts(hidden, weight, target, bias, options)
     parallel = VocabParallel.from_group(options.tp_group, options.sequence_parallel)
     given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    given |= {"class_weight": class_weight, "token_weight": token_weight, "adapter": adapter, "normalizer": normalizer}
+    given.update(class_weight=class_weight, token_weight=token_weight, adapter=adapter, normalizer=normalizer)
     with ranks_agree(parallel, options, given):
         checks.check_inputs(hidden, weight, target, bias, class_weight, normalizer, options, parallel)
         checks.check_token_weight(token_weight, target)
@@ -75,7 +74,7 @@ def fused_loss(
     carried, label_T, label_weight_T = None, target_T, token_weight_T
     if options.compact_tokens is not False:
         carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
-        hidden, parallel = carried.hidden(hidden, parallel), replace(parallel, sequence_parallel=False)
+        hidden, parallel = carried.hidden(hidden, parallel), VocabParallel.from_group(options.tp_group)
         label_T = carried.values(target_T, options.ignore_index)
         label_weight_T = None if token_weight_T is None else carried.values(token_weight_T, 0.0)
     loss = _losses(

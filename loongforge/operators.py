@@ -93,7 +93,7 @@ def constants(options: dict[str, Any]) -> dict[str, Any]:
 
 def _constant(value: Any) -> Any:
     if isinstance(value, float):
-        return float.fromhex(value.hex())
+        return float(_decimal(value.hex()))
     return operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -101,6 +101,12 @@ def _evaluated_in_the_trace(function: Callable) -> Callable:
     """``torch.compiler.assume_constant_result``, which would import the compiler for everyone."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@_evaluated_in_the_trace
+def _decimal(text: str) -> str:
+    """Dynamo of torch 2.8 knows no ``float.fromhex``, and would make a variable of a float that this returned."""
+    return repr(float.fromhex(text))
 
 
 class Operators:

@@ -11,6 +11,7 @@ from loongforge.kernels.interface import LogitTransform
 IMPLEMENTATIONS = ("auto", "flydsl", "triton", "generic")
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHING_FORMULAS = ("torch", "megatron")
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,5 +132,5 @@ def _number(name: str, value: object, legal: str, holds) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, {legal}, got {value!r} of type {type(value).__name__}")
     # A comparison, not math.isfinite, which torch 2.11 does not trace when numbers are dynamic.
-    if not abs(value) <= sys.float_info.max or not holds(value):
+    if not abs(value) <= _LARGEST or not holds(value):
         raise ValueError(f"{name} must be a number, {legal}, got {value!r}")

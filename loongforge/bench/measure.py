@@ -6,8 +6,10 @@ import gc
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -290,4 +292,7 @@ def failure(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
+    if not lines:  # an assertion without a message: where it stands
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        lines = [f"{Path(place.filename).name}:{place.lineno}: {place.line}" for place in last]
     return lines[0][:200] if lines else ""

@@ -66,7 +66,7 @@ def linear_distillation(
         target = target + 1 if built.ignore_index == -1 else target
     is_reverse = _is_reverse(divergence, teacher)
     given: dict[str, Any] = {"hidden": hidden, "weight": weight, "target": target, "bias": bias}
-    given |= {"teacher": teacher, "divergence": divergence, "normalizer": normalizer}
+    given.update(teacher=teacher, divergence=divergence, normalizer=normalizer)
     with ranks_agree(parallel, built, given):
         checks.check_inputs(hidden, weight, target, bias, None, normalizer, built, parallel)
         num_classes = built.vocab_size or weight.shape[0] * parallel.size

@@ -224,7 +224,7 @@ def _per_token(hidden, weight, bias, target_T, options: LossOptions, parallel: V
         return per_token(_LOGPROBS, wanted, (hidden, weight, bias, target_T), options, parallel), None
     carried = CarriedTokens.of(target_T != options.ignore_index, options.compact_tokens)
     operands = carried.hidden(hidden, parallel), weight, bias, carried.values(target_T, options.ignore_index)
-    values = per_token(_LOGPROBS, wanted, operands, options, replace(parallel, sequence_parallel=False))
+    values = per_token(_LOGPROBS, wanted, operands, options, VocabParallel.from_group(options.tp_group))
     logprob_N, log_sum_exp_N, entropy_N, prediction_N = values
 
     def whole(value_N):

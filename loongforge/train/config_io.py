@@ -72,7 +72,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"config file {path} does not exist; configs/ of the repository holds examples") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path} cannot be read as YAML: {error}") from error
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"config file {path} cannot be read as YAML: {problem}; configs/ holds examples") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} must hold the sections {', '.join(SECTIONS)}, got {tree!r}")
     return tree

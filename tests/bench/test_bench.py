@@ -83,10 +83,14 @@ def test_what_a_contender_raises_becomes_its_line(problem):
     def broken():
         raise ValueError("bad shape\nsecond line")
 
-    results = [measure(Contender(f.__name__, False, f), SHAPE, problem, 1) for f in (missing, broken)]
+    def silent():
+        raise AssertionError
+
+    results = [measure(Contender(f.__name__, False, f), SHAPE, problem, 1) for f in (missing, broken, silent)]
     assert [result.status for result in results] == [
         "not installed: No module named 'peer'",
         "failed: ValueError: bad shape",
+        f"failed: AssertionError: test_bench.py:{silent.__code__.co_firstlineno + 1}: raise AssertionError",
     ]
     text = table(SHAPE, results)
     assert "not installed" in text and "bad shape" in text

@@ -19,13 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 CONFIG = triton_tiles.CONFIG
 HOPPER_SHARED_BYTES = 227 * 1024
-FEW_SPILLED_BYTES = 32  # of one option in Gluon: accumulators that do not fit spill hundreds
+FEW_SPILLED_BYTES, SEVERAL_SPILLED_BYTES = 32, 64  # of one option, of several in Gluon: accumulators would be hundreds
+PLAIN_SPILLED_BYTES = 512  # of all options together in plain Triton
 WITHOUT = {
     "nothing": {"bias_ptr", "class_weight_ptr", "uniform_ptr", "weighted_sum_ptr"},
     "label smoothing": {"bias_ptr", "class_weight_ptr"},
     "everything": set(),
 }
 OPTIONS = [("bf16", "identity", "nothing"), ("fp16", "softcap", "everything")]  # the least and the most of the epilogue
+BETWEEN = [
+    ("bf16", "softcap", "nothing"), ("bf16", "identity", "label smoothing"), ("bf16", "softcap", "label smoothing"),
+    ("bf16", "identity", "everything"),
+]  # fmt: skip
 BARRIER = re.compile(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red)[.\w]*\s+(\w+|%\w+)(?:,\s*(\w+))?\s*;")
 gluon = pytest.mark.skipif(why_not_gluon() is not None, reason=f"dispatch does not use them: {why_not_gluon()}")
 
@@ -84,13 +89,13 @@ def signature_of(kernel, dtype, transform, options, blocks, meta):
     return signature, {name: value for name, value in constants.items() if name in signature}
 
 
-@pytest.mark.parametrize("dtype, transform, options", OPTIONS)
+@pytest.mark.parametrize("dtype, transform, options", [*OPTIONS, *BETWEEN])
 @pytest.mark.parametrize("kernel", (triton_tiles.statistics_kernel, triton_tiles.tile_gradient_kernel))
 def test_products_run_on_the_tensor_cores_within_the_registers(kernel, dtype, transform, options):
     binary = compiled(kernel, dtype, transform, options)
     used = nvidia_resources(binary)
     assert used["registers"] <= 255 and used["shared"] <= HOPPER_SHARED_BYTES, used
-    assert used["spills"] == 0 or options == "everything", used
+    assert used["spills"] <= (PLAIN_SPILLED_BYTES if options == "everything" else 0), used
     assert "wgmma.mma_async" in binary.asm["ptx"]
     assert "cp.async.bulk.tensor" in binary.asm["ptx"]
     assert "atom" not in binary.asm["ptx"], "results must repeat bit for bit"
@@ -111,10 +116,7 @@ def test_what_follows_the_tiles(target, dtype, transform, options):
 
 
 @gluon
-@pytest.mark.parametrize(
-    "dtype, transform, options",
-    [*OPTIONS, ("bf16", "softcap", "nothing"), ("bf16", "identity", "label smoothing")],
-)
+@pytest.mark.parametrize("dtype, transform, options", [*OPTIONS, *BETWEEN])
 @pytest.mark.parametrize("name", ("statistics_kernel", "tile_gradient_kernel"))
 def test_gluon_kernels_give_registers_to_the_warps_that_multiply(name, dtype, transform, options):
     from loongforge.kernels import gluon_tiles
@@ -122,8 +124,8 @@ def test_gluon_kernels_give_registers_to_the_warps_that_multiply(name, dtype, tr
     binary = compiled_gluon(getattr(gluon_tiles, name), dtype, transform, options)
     used = nvidia_resources(binary)
     assert used["registers"] <= 128 and used["shared"] <= HOPPER_SHARED_BYTES, used  # 4 * 128 threads at launch
-    allowed = 0 if (transform, options) == ("identity", "nothing") else FEW_SPILLED_BYTES
-    assert used["spills"] <= allowed or options == "everything", used
+    number = (transform != "identity") + ("nothing", "label smoothing", "everything").index(options)
+    assert used["spills"] <= (0, FEW_SPILLED_BYTES, SEVERAL_SPILLED_BYTES, SEVERAL_SPILLED_BYTES)[number], used
     ptx = binary.asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n128k16" in ptx and "cp.async.bulk.tensor" in ptx
     assert "setmaxnreg.inc" in ptx

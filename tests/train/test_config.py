@@ -62,6 +62,7 @@ def test_a_flag_wins_over_the_file(config_file, monkeypatch):
 def test_a_bad_file_is_refused(load, old, new, words):
     with pytest.raises(ConfigError) as error:
         load(old, new)
+    assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
 
