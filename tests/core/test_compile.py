@@ -292,9 +292,6 @@ def test_the_compiler_is_not_imported_for_everyone():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-# ---------------------------------------------------------------- torch.func
-
-
 def test_several_upstream_gradients_of_a_graph():
     """Backend ``eager`` runs the operators' own backward."""
     inputs, model = tokens_of(30), Model({"reduction": "none"})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from loongforge import LossOptions, linear_cross_entropy
+from loongforge import LossOptions, call, linear_cross_entropy
 from loongforge import plan as planning
 from loongforge.call import Labels
 from loongforge.plan import logits_budget
@@ -44,6 +44,12 @@ def test_memory_that_nobody_wrote_is_never_used(monkeypatch, dtype, budget):
         assert torch.equal(clean, poisoned)
 
 
+def test_torch_without_the_function_that_tells_hooks(monkeypatch):
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+    monkeypatch.setattr(call, "_is_called_by_checkpoint", lambda: "asked")
+    assert call._will_be_run_again() == "asked"
+
+
 @pytest.mark.parametrize("torch_tells_hooks", (True, False), ids=("", "torch 2.6"))
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("reduction", ("mean", "none"))
@@ -52,7 +58,7 @@ def test_activation_checkpointing_at_every_budget(monkeypatch, budget_copies, re
     """The second run of a checkpointed forward must choose as the first did, and the first must keep no logits."""
     monkeypatch.setattr(planning, "_MIB", 1)
     if not torch_tells_hooks:
-        monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks", raising=False)
+        monkeypatch.setattr(call, "_will_be_run_again", call._is_called_by_checkpoint)
     num_tokens, num_classes = 300, 2111
     copy = num_tokens * num_classes * 4
     budget = "all" if budget_copies == "all" else int(copy * budget_copies)

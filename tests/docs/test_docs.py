@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from loongforge import LossOptions, env
+from tests.helpers import environment_of_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -216,8 +216,8 @@ def test_chinese_is_chinese(document):
 
 
 def run(code: str) -> str:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("LCE_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    given = environment_of_checkout(CUDA_VISIBLE_DEVICES="")
+    environment = {key: value for key, value in given.items() if not key.startswith("LCE_")}
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+
+from tests.helpers import environment_of_checkout
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -80,8 +81,8 @@ def parameters(pages: list[Path]) -> list:
 
 
 def environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("LCE_")}
-    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
+    given = environment_of_checkout(CUDA_VISIBLE_DEVICES="", MPLBACKEND="agg")
+    return {key: value for key, value in given.items() if not key.startswith("LCE_")}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)

@@ -157,18 +157,16 @@ def test_prose_about_us_is_what_was_measured():
         shares[shape] += [share_of_gemm(one)] * one["is_ours"]
     assert {*map(len, shares.values())} == {12}
 
-    kept = r"all kept takes (\S+) of the floor on T=8192 H=2048 V=128256, (\S+) on the TP-8 .* and (\S+) on Llama-2's"
+    kept = r"all kept takes (\S+) of the floor on T=8192 H=2048 .*?, (\S+) on the TP-8 .*? and (\S+) on Llama-2's"
+    liger = [
+        results[shape, "loongforge mean 0"]["peak_mib"] - results[shape, "liger triton"]["peak_mib"]
+        for shape in ("llama3-8b", "seed-pr")
+    ]
     alone = r"the loss alone, without gradients, (\S+) to (\S+) of one GEMM's share"
     twelve = r"took (\S+) to (\S+) of one GEMM's share, median (\S+); QuACK took (\S+) in the same run"
     spread = [max(given) - min(given) for given in shares.values()]
     seed = shares["seed-pr"]
-    kernels = json.loads(text_of(ROOT / "docs/benchmarks/h200-kernels/results.json"))["results"]
-    (alone_again,) = [
-        one for one in kernels if one["shape"] == "seed-pr" and one["name"] == "loss-only forward, triton"
-    ]
-    again = [alone_again["ratio"], alone_again["ratio"] * alone_again["spread_ms"] / alone_again["ms"]]
     for pattern, expected, digits in (
-        (r"kernels by themselves it took (\S+), with a spread of (\S+)\. The GPU", again, 3),
         (kept, [results[shape, "loongforge token all"]["ratio"] for shape in ("seed-pr", "dsv3-tp8", "llama2")], 2),
         (alone, [min(map(min, shares.values())), max(map(max, shares.values()))], 2),
         (r"A ratio still moves by (\S+) to (\S+): so", [min(spread), max(spread)], 2),
@@ -182,9 +180,38 @@ def test_prose_about_us_is_what_was_measured():
             [min(seed), max(seed), statistics.median(seed), share_of_gemm(results["seed-pr", "quack scaled-exp"])],
             3,
         ),
+        (r"in (\S+) and (\S+) MiB less than that\.", liger, 0),
     ):
         (found,) = re.findall(pattern, page)
         assert [*map(float, found)] == [round(value, digits) for value in expected], pattern
+
+
+def test_prose_about_kernels_is_what_was_measured():
+    shapes = ("seed-pr", "llama3-8b", "dsv3")
+    record = json.loads(text_of(ROOT / "docs/benchmarks/h200-kernels/results.json"))["results"]
+    kernels = {(one["shape"], one["name"]): one for one in record}
+
+    def ratios(name):
+        return [kernels[shape, name]["ratio"] for shape in shapes]
+
+    assert ratios("to gradient, triton") == pytest.approx([1] * 3, abs=0.02)
+    assert ratios("accumulate, triton") == pytest.approx([1.4] * 3, abs=0.05)
+    gluon, plain = ratios("statistics of all rows, gluon"), ratios("statistics of all rows, triton")
+    assert round(gluon[2], 3) == round(plain[2], 3)
+    alone = kernels["seed-pr", "loss-only forward, triton"]
+    page = " ".join(text_of(ROOT / "docs/performance.md").split())
+    for pattern, expected in (
+        (
+            r"Gluon takes (\S+) and (\S+) of the .* plain Triton takes (\S+) and (\S+); .* both take (\S+)\. Chunk",
+            [*gluon[:2], *plain[:2], gluon[2]],
+        ),
+        (
+            r"kernels by themselves it took (\S+), with a spread of (\S+)\. The GPU",
+            [alone["ratio"], alone["spread_ms"] / alone["baseline_ms"]],
+        ),
+    ):
+        (found,) = re.findall(pattern, page)
+        assert [*map(float, found)] == [round(value, 3) for value in expected], pattern
 
 
 def test_what_the_page_says_of_peers_below_our_settings():
