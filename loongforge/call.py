@@ -12,12 +12,13 @@ from typing import Any, Protocol
 import torch
 
 from loongforge import checks, chunks
+from loongforge.budget import Reservation, logits_budget
 from loongforge.dispatch import row_kernels, tile_kernels
 from loongforge.formula import Formula
 from loongforge.kernels.interface import RowStats, TileKernels, TokenLossKernels
 from loongforge.options import LossOptions
 from loongforge.parallel import Pending, VocabParallel
-from loongforge.plan import ChunkPlan, Reservation, logits_budget, plan_chunks
+from loongforge.plan import ChunkPlan, plan_chunks
 
 
 def refusing_second_derivatives(backward: Callable) -> Callable:

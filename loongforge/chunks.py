@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
+from loongforge.budget import KeptLogits
 from loongforge.kernels.interface import Chunk, LogitTransform, RowCoefficients, RowKernels, RowStats, TileKernels
 from loongforge.matmul import column_sums_, product_, project_
 from loongforge.parallel import Tokens
-from loongforge.plan import ChunkPlan, KeptLogits
+from loongforge.plan import ChunkPlan
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from loongforge.agreement import ranks_agree, refusals_travel
 from loongforge.call import Call, Labels, StatisticsExchange, formula_of, losses_of, refusing_second_derivatives
 from loongforge.dispatch import row_kernels
 from loongforge.kernels.interface import Chunk, RowStats
-from loongforge.loss import build_options, reduce_loss, with_options_spelled_out
+from loongforge.loss import build_options, denominator_of, reduce_loss, with_options_spelled_out
 from loongforge.options import LossOptions
 from loongforge.parallel import VocabParallel
 from loongforge.plan import plan_chunks
@@ -119,7 +119,8 @@ def cross_entropy(
     if class_weight is not None:
         class_weight = class_weight.detach().to(torch.promote_types(call.dtype, torch.float32)).contiguous()
     loss_T = _LossPerToken.apply(logits_TV, target_T, class_weight, call, inplace_backward)
-    return reduce_loss(loss_T, target, target_T, class_weight, normalizer, built, call.num_classes)
+    denominator = denominator_of(target_T, class_weight, normalizer, built, call.num_classes, loss_T.dtype)
+    return reduce_loss(loss_T, target, denominator, built)
 
 
 def _prepare_call(

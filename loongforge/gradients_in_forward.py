@@ -1,9 +1,9 @@
 """Reduced losses whose gradients are computed in forward, chunk of tokens by chunk of tokens.
 
-The upstream gradient of a sum is one number, so forward can build the gradients for 1 and backward multiplies: no
-logits outlive their chunk and none is computed twice (6THV).  The price is a float32 grad_weight [V, H] between
-forward and backward, which pays where tokens outnumber hidden several times.  The saved gradients are never scaled
-in place: a second backward finds them as they were.
+The upstream gradient of a sum is one number, so forward can build the gradients for the one it expects and backward
+multiplies by how far off that was: no logits outlive their chunk and none is computed twice (6THV).  The price is a
+float32 grad_weight [V, H] between forward and backward, which pays where tokens outnumber hidden several times.  The
+saved gradients are never scaled in place: a second backward finds them as they were.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 import torch
 
 from loongforge import chunks, out_of_memory
+from loongforge.budget import KeptLogits
 from loongforge.call import Call, formula_of, head_of, losses_of, refusing_second_derivatives
 from loongforge.formula import scaled_for_float16
 from loongforge.matmul import multiplied
 from loongforge.parallel import Tokens
-from loongforge.plan import KeptLogits
 
 
 def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
@@ -29,22 +29,23 @@ def gradient_bytes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 class LossSum(torch.autograd.Function):
-    """(hidden, weight, bias, target [T], class_weight, base_weight, token_weight [T]) -> sum of the weighted losses,
-    and an output of no size by which backward finds its graph.
+    """(hidden, weight, bias, target [T], class_weight, base_weight, token_weight [T], expected upstream gradient)
+    -> sum of the weighted losses, and an output of no size by which backward finds its graph.
 
-    Without a tensor-parallel group.
+    Without a tensor-parallel group.  The expected gradient is a scalar on the device, finite and not 0, or None for 1:
+    where it is what arrives, grad_hidden is rounded to its dtype once.
     """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx, hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T, call: Call
+        ctx, hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T, expected, call: Call
     ):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         explained = out_of_memory.explained(call.plan, hidden.device, call.reservation)
         with explained, torch.autocast(hidden.device.type, enabled=False):
             head = head_of(hidden, weight, bias, class_weight, target_T, call, base_weight)
             grad_hidden = torch.empty_like(head.hidden_TH, dtype=_hidden_grad_dtype(hidden)) if needs_hidden else None
-            grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if needs_weight else None
+            grad_weight = _sum_like(weight, call.plan.vocab_rows) if needs_weight else None
             grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs_bias else None
             loss = head.hidden_TH.new_zeros((), dtype=head.statistics_dtype)
             for start in range(0, call.plan.num_tokens, call.plan.tokens_per_chunk):
@@ -53,14 +54,22 @@ class LossSum(torch.autograd.Function):
                 take = None if grad_hidden is None else grad_hidden[rows].copy_
                 share_T = None if token_weight_T is None else token_weight_T[rows]
                 loss_of_chunk, grad_bias_of_chunk = _token_chunk(
-                    _rows_of(head, rows), target_T[rows], class_weight, share_T, call, take, weight_grad, needs_bias
+                    _rows_of(head, rows),
+                    target_T[rows],
+                    class_weight,
+                    share_T,
+                    expected,
+                    call,
+                    take,
+                    weight_grad,
+                    needs_bias,
                 )
                 loss += loss_of_chunk
                 if grad_bias is not None and grad_bias_of_chunk is not None:
                     grad_bias[: call.plan.vocab_rows] += grad_bias_of_chunk
         # Nothing here leads back to hidden and weight, which need not live until backward; this output of no size does.
         of_this_graph = loss.new_empty(0)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, of_this_graph)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias, expected, of_this_graph)
         ctx.like = [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (hidden, weight, bias)]
         ctx.reservation = call.reservation
         return loss, of_this_graph
@@ -71,14 +80,17 @@ class LossSum(torch.autograd.Function):
         ctx.reservation = None  # it is for the time until backward: a kept loss must not starve the next step
         # One element but not a scalar tensor: a scalar would be rounded to the gradient's dtype before the product.
         factor = grad_loss.reshape(1)
+        *saved_grads, expected, _ = ctx.saved_tensors
+        if expected is not None:
+            factor = factor / expected
         grads = []
-        for saved, like in zip(ctx.saved_tensors[:3], ctx.like, strict=True):
+        for saved, like in zip(saved_grads, ctx.like, strict=True):
             if saved is None:
                 grads.append(None)
                 continue
             shape, dtype = like
             grads.append(multiplied(saved, factor, dtype).view(shape))
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
@@ -88,19 +100,28 @@ def _rows_of(head: chunks.Head, rows: slice) -> chunks.Head:
     return replace(head, tokens=Tokens(head.hidden_TH[rows]), label_T=head.label_T[rows], plan=plan)
 
 
-def _token_chunk(head, target_T, class_weight, token_weight_T, call, take_grad_hidden, weight_grad, needs_bias):
-    """Summed loss of a chunk of tokens and grad_bias for an upstream gradient of 1; the other gradients as asked."""
+def _token_chunk(
+    head, target_T, class_weight, token_weight_T, expected, call, take_grad_hidden, weight_grad, needs_bias
+):
+    """Summed loss of a chunk of tokens and grad_bias for the expected upstream gradient; other gradients as asked."""
     stats, logits = chunks.forward(head, call.options.label_smoothing != 0, keep=True)
     formula = formula_of(target_T, class_weight, call)
     loss_T, labels = losses_of(stats, formula, target_T, call)
     share_T = torch.ones_like(loss_T) if token_weight_T is None else token_weight_T.clone()
-    loss_T, share_T = loss_T * share_T, labels.mark_(share_T)
+    loss_T, share_T = loss_T * share_T, labels.mark_(share_T if expected is None else share_T.mul_(expected))
     coefficients, scale = formula.coefficients(share_T, stats.max_T, stats.sum_exp_T), None
     if call.dtype == torch.float16:
         coefficients, scale = scaled_for_float16(coefficients, stats.sum_exp_T, class_weight, call.options.logit_scale)
     kept = None if logits is None else KeptLogits(logits)
     grad_bias = chunks.backward(head, coefficients, kept, take_grad_hidden, weight_grad, needs_bias, scale)
     return loss_T.sum(), grad_bias
+
+
+def _sum_like(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """For the sum of weight gradients: memory that the first chunk overwrites, and zeros in padded rows."""
+    total = torch.empty_like(weight, dtype=_wide(weight))
+    total[num_rows:].zero_()
+    return total
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

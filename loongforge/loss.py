@@ -77,12 +77,14 @@ def fused_loss(
         hidden, parallel = carried.hidden(hidden, parallel), VocabParallel.from_group(options.tp_group)
         label_T = carried.values(target_T, options.ignore_index)
         label_weight_T = None if token_weight_T is None else carried.values(token_weight_T, 0.0)
+    denominator = denominator_of(target_T, class_weight, normalizer, options, num_classes, wide, token_weight_T)
     loss = _losses(
-        hidden, weight, bias, label_T, class_weight, base_weight, label_weight_T, options, parallel, weight_grad_sink
-    )
+        hidden, weight, bias, label_T, class_weight, base_weight, label_weight_T, denominator,
+        options, parallel, weight_grad_sink,
+    )  # fmt: skip
     if carried is not None:
         loss = carried.marked(loss if options.reduction != "none" else carried.losses(loss))
-    return reduce_loss(loss, target, target_T, class_weight, normalizer, options, num_classes, token_weight_T)
+    return reduce_loss(loss, target, denominator, options)
 
 
 def _weighted_tokens(
@@ -98,7 +100,7 @@ def _weighted_tokens(
 
 
 def _losses(
-    hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T,
+    hidden, weight, bias, target_T, class_weight, base_weight, token_weight_T, denominator: torch.Tensor | None,
     options: LossOptions, parallel: VocabParallel, weight_grad_sink: WeightGradSink | None,
 ) -> torch.Tensor:  # fmt: skip
     """Weighted losses [T], or their sum where gradients are computed in forward."""
@@ -119,28 +121,39 @@ def _losses(
     )  # fmt: skip
     operands = (hidden, weight, bias, target_T, class_weight, base_weight)
     if call.plan.tokens_per_chunk:
-        return LossSum.apply(*operands, token_weight_T, call)[0]
+        return LossSum.apply(*operands, token_weight_T, _expected_gradient(denominator), call)[0]
     loss_T = LossPerToken.apply(*operands, call)
     return loss_T if token_weight_T is None else loss_T * token_weight_T
 
 
+def _expected_gradient(denominator: torch.Tensor | None) -> torch.Tensor | None:
+    """Of a sum that is divided by this and differentiated, as training does; 1 where it would be no number."""
+    if denominator is None:
+        return None
+    gradient = denominator.detach().reciprocal()
+    return torch.where(gradient.isfinite() & (gradient != 0), gradient, 1.0)
+
+
 def reduce_loss(
-    loss, target, target_T, class_weight, normalizer, options: LossOptions, num_classes: int, token_weight_T=None
+    loss: torch.Tensor, target: torch.Tensor, denominator: torch.Tensor | None, options: LossOptions
 ) -> torch.Tensor:
     """``options.reduction`` of the losses of single tokens (or of what already is their sum)."""
     if options.reduction == "none":
         return loss.view(target.shape)
     loss = loss.sum()
-    if options.reduction == "sum":
-        return loss
+    return loss if denominator is None else loss / denominator
+
+
+def denominator_of(
+    target_T, class_weight, normalizer, options: LossOptions, num_classes: int, dtype: torch.dtype, token_weight_T=None
+) -> torch.Tensor | None:
+    """What ``mean`` divides by, a scalar of ``dtype``; None for other reductions.
+
+    Valid tokens (their weights, as in torch) or the caller's number; 1 where no token is valid.
+    """
+    if options.reduction != "mean":
+        return None
     valid_T = target_T != options.ignore_index
-    return loss / _denominator(target_T, valid_T, class_weight, token_weight_T, normalizer, num_classes, loss.dtype)
-
-
-def _denominator(
-    target_T, valid_T, class_weight, token_weight_T, normalizer, num_classes: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Valid tokens (their weights, as in torch) or the caller's number; 1 where no token is valid."""
     # A sum and not any(), for which inductor's code on a GPU gives int8: Triton warns of such a condition.
     num_valid = valid_T.sum()
     if isinstance(normalizer, torch.Tensor):
@@ -152,7 +165,7 @@ def _denominator(
         weight_T = weight_T if token_weight_T is None else weight_T * token_weight_T
         count = torch.where(valid_T, weight_T, 0.0).sum()
     else:
-        return num_valid.clamp_min(1)
+        return num_valid.clamp_min(1).to(dtype)
     return torch.where((num_valid != 0) | (count != 0), count, 1).to(dtype)
 
 

@@ -21,11 +21,11 @@ import torch
 
 from loongforge import env, per_token
 from loongforge.agreement import ranks_agree
+from loongforge.budget import KeptLogits, rows_kept_by
 from loongforge.call import Call, Labels, prepare_call
 from loongforge.checks import check_is_here, compute_dtype, refuse_batched_gradients
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import KeptLogits, rows_kept_by
 
 
 class Computed(NamedTuple):

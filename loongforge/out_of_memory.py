@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from loongforge.plan import KEPT_MULTIPLE, ChunkPlan, KeptLogits, Reservation, logits_budget
+from loongforge.budget import KeptLogits, Reservation, logits_budget
+from loongforge.plan import KEPT_MULTIPLE, ChunkPlan
 
 _MIB = 1 << 20
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from loongforge import chunks, out_of_memory, sharded
+from loongforge.budget import KeptLogits
 from loongforge.call import (
     Call,
     GradHiddenReduction,
@@ -26,7 +27,6 @@ from loongforge.call import (
 )
 from loongforge.formula import scaled_for_float16
 from loongforge.kernels.interface import RowCoefficients
-from loongforge.plan import KeptLogits
 
 
 @dataclass

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from loongforge import sharded
+from loongforge.budget import KeptLogits
 from loongforge.call import Call, refusing_second_derivatives
 from loongforge.kernels.interface import Chunk, OutputKernels, RowCoefficients, RowStats
 from loongforge.loss import build_options
 from loongforge.operators import Computation, Operators, constants
 from loongforge.options import OPTION_NAMES, LossOptions
 from loongforge.parallel import VocabParallel
-from loongforge.plan import KeptLogits
 
 HEAD_OPTIONS = ("softcap", "logit_scale", "vocab_size", "tp_group", "sequence_parallel", "fp32_logits", "impl")
 """Fields of LossOptions that every output takes."""

@@ -8,7 +8,7 @@ import torch
 
 from loongforge import checks, env
 from loongforge.agreement import ranks_agree, refusals_travel
-from loongforge.loss import reduce_loss, with_options_spelled_out
+from loongforge.loss import denominator_of, reduce_loss, with_options_spelled_out
 from loongforge.operators import constants
 from loongforge.options import check_transform
 from loongforge.outputs.common import HEAD_OPTIONS, at_temperature, output_options, per_token
@@ -78,7 +78,8 @@ def linear_distillation(
     operators = FROM_HEAD if isinstance(teacher, TeacherHead) else FROM_TOP_K
     operands = (hidden, weight, bias, ignored_T, *_operands_of(teacher))
     (divergence_T,) = per_token(operators, {**settings, "is_reverse": is_reverse}, operands, built, parallel)
-    return reduce_loss(divergence_T, target, target_T, None, normalizer, built, num_classes)
+    denominator = denominator_of(target_T, None, normalizer, built, num_classes, divergence_T.dtype)
+    return reduce_loss(divergence_T, target, denominator, built)
 
 
 def _is_reverse(divergence: object, teacher: object) -> bool:

@@ -15,10 +15,11 @@ from functools import partial
 import torch
 
 from loongforge.bench.shapes import HeadShape
+from loongforge.budget import LogitsBudget
 from loongforge.dispatch import TILE_ARCHS
 from loongforge.gradients_in_forward import gradient_bytes
 from loongforge.options import LossOptions
-from loongforge.plan import ChunkPlan, LogitsBudget, plan_chunks
+from loongforge.plan import ChunkPlan, plan_chunks
 from loongforge.planning import fitted
 from loongforge.planning.devices import DEVICES, MEASURED, Device
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from loongforge.budget import logits_budget
 from loongforge.dispatch import choose
 from loongforge.options import LossOptions
-from loongforge.plan import logits_budget, plan_chunks
+from loongforge.plan import plan_chunks
 from loongforge.train.config import TrainConfig
 from loongforge.train.model import padded_vocab_size, parameter_dtype
 

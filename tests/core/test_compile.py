@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from loongforge import LinearCrossEntropy, LossOptions, linear_cross_entropy, operators
-from loongforge import plan as planning
+from loongforge import budget as budgets
 from tests.helpers import make_inputs, oracle, relative, upstream
 
 VOCAB, HIDDEN = 101, 24
@@ -68,10 +68,10 @@ class Model(nn.Module):
 @pytest.mark.parametrize("name", CASES)
 def test_equal_to_eager_without_recompilation(name, monkeypatch):
     """Two sizes make the graph and its dynamic successor; whatever comes later must fit."""
-    monkeypatch.setattr(planning, "_MIB", 1)
-    monkeypatch.setattr(planning, "KEPT_MULTIPLE", 16)
+    monkeypatch.setattr(budgets, "_MIB", 1)
+    monkeypatch.setattr("loongforge.plan.KEPT_MULTIPLE", 16)
     if name == "some kept":
-        assert [planning.rows_kept_by(37 * 48 * 4, tokens, VOCAB, 4) for tokens in (30, 37, 64)] == [48, 48, 16]
+        assert [budgets.rows_kept_by(37 * 48 * 4, tokens, VOCAB, 4) for tokens in (30, 37, 64)] == [48, 48, 16]
     model = Model(CASES[name])
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for count, tokens in enumerate((30, 37, 37, 50, 64)):

@@ -16,9 +16,9 @@ from loongforge import (
     linear_distillation,
     linear_logprobs,
 )
+from loongforge.budget import logits_budget
 from loongforge.call import Labels
 from loongforge.kernels.generic import GenericRowKernels
-from loongforge.plan import logits_budget
 from tests.helpers import loss_and_gradients, make_inputs, oracle, relative, upstream
 
 HALF_OF_THE_LOGITS = 1  # MiB, for 512 tokens and 1024 float32 classes

@@ -10,15 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from loongforge import LossOptions, chunks, linear_cross_entropy, linear_logprobs
 from loongforge.bench.shapes import SHAPES
-from loongforge.plan import (
-    DEFAULT_WIDTH,
-    KEPT_MULTIPLE,
-    ChunkPlan,
-    KeptLogits,
-    LogitsBudget,
-    logits_budget,
-    plan_chunks,
-)
+from loongforge.budget import KeptLogits, LogitsBudget, logits_budget
+from loongforge.plan import DEFAULT_WIDTH, KEPT_MULTIPLE, ChunkPlan, plan_chunks
 from tests.helpers import make_inputs, record_allocations
 
 MIB = 1 << 20
@@ -247,6 +240,20 @@ def test_gradients_in_forward_take_less_than_all_logits_or_are_not_computed(size
         taken.add(reservation.plan.tokens_per_chunk > 0)
         assert reservation.num_bytes in (reservation.plan.kept_bytes, gradient_bytes)
     assert pays in taken and (pays or len(taken) == 1)
+
+
+@pytest.mark.parametrize("trains_weight", (True, False))
+def test_gradients_in_forward_until_three_quarters_of_the_logits_are_kept(trains_weight):
+    """With more kept, recomputing the rest is faster; without a gradient of the weight there is no sum that costs."""
+    sizes = tokens, hidden, vocab = 8192, 2048, 128256
+    frozen = {"frozen_weight": not trains_weight}
+    plan, in_forward = (plan_chunks("triton", *sizes, 2, gradients_in_forward=x, **frozen) for x in (False, True))
+    gradient_bytes = 4 * vocab * hidden * trains_weight + 2 * tokens * hidden
+    for limit in range(-(-gradient_bytes // MIB), plan.unfused_bytes // MIB, 16):
+        reservation = LogitsBudget().reserve(LossOptions(logits_budget_mb=limit), plan, in_forward, gradient_bytes)
+        few = plan.keeping(limit * MIB).kept_rows < 0.75 * vocab
+        assert (reservation.plan.tokens_per_chunk > 0) == (few or not trains_weight), limit
+        assert reservation.plan.tokens_per_chunk or reservation.plan.kept_rows >= 0.75 * vocab
 
 
 @pytest.mark.parametrize("weight", ("frozen", "below an adapter"))

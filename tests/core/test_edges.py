@@ -7,9 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from loongforge import LossOptions, call, linear_cross_entropy
-from loongforge import plan as planning
+from loongforge import budget as budgets
+from loongforge.budget import logits_budget
 from loongforge.call import Labels
-from loongforge.plan import logits_budget
 from tests.helpers import poison_memory
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +56,7 @@ def test_torch_without_the_function_that_tells_hooks(monkeypatch):
 @pytest.mark.parametrize("budget_copies", (0.0, 0.5, 0.9, 1.0, 1.5, "all"))
 def test_activation_checkpointing_at_every_budget(monkeypatch, budget_copies, reduction, reentrant, torch_tells_hooks):
     """The second run of a checkpointed forward must choose as the first did, and the first must keep no logits."""
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     if not torch_tells_hooks:
         monkeypatch.setattr(call, "_will_be_run_again", call._is_called_by_checkpoint)
     num_tokens, num_classes = 300, 2111

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from loongforge import chunks, env, linear_cross_entropy
-from loongforge.plan import logits_budget, plan_chunks
+from loongforge.budget import logits_budget
+from loongforge.plan import plan_chunks
 from tests.helpers import make_inputs
 
 SPLITS = [name for name in env.VARIABLES if name.endswith("_VOCAB_SPLIT_SIZE")]

@@ -29,6 +29,7 @@ ORDER = (
     "dispatch",
     "parallel",
     "plan",
+    "budget",
     "out_of_memory",
     "formula",
     "sharded",

@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from loongforge import LossOptions, linear_cross_entropy
-from loongforge.plan import ChunkPlan, LogitsBudget, logits_budget, plan_chunks
+from loongforge.budget import LogitsBudget, logits_budget
+from loongforge.plan import ChunkPlan, plan_chunks
 from tests.helpers import eager, make_inputs, record_allocations
 
 # One where each of [T, C], [T, H] and [V, H] is the largest; C is 3072.

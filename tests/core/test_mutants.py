@@ -93,12 +93,21 @@ def probability_from_lse(monkeypatch):
 
 @mutant("every_reduction", "most_tokens_ignored")
 def mean_over_all_tokens(monkeypatch):
-    monkeypatch.setattr(loss, "_denominator", lambda target, *rest: torch.tensor(float(target.numel())))
+    _mean_divides_by(monkeypatch, lambda target: torch.tensor(float(target.numel())))
 
 
 @mutant("every_token_ignored")
 def mean_divides_by_zero(monkeypatch):
-    monkeypatch.setattr(loss, "_denominator", lambda target, *rest: (target != -100).sum())
+    _mean_divides_by(monkeypatch, lambda target: (target != -100).sum())
+
+
+def _mean_divides_by(monkeypatch, count):
+    original = loss.denominator_of
+
+    def denominator_of(target, *rest):
+        return None if original(target, *rest) is None else count(target)
+
+    monkeypatch.setattr(loss, "denominator_of", denominator_of)
 
 
 @mutant("inputs_are_never_written")

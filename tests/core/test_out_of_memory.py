@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from loongforge import LossOptions, chunks, linear_cross_entropy, out_of_memory
+from loongforge.budget import LogitsBudget
 from loongforge.out_of_memory import advice, budget_that_fits, width_that_fits
-from loongforge.plan import ChunkPlan, LogitsBudget, plan_chunks
+from loongforge.plan import ChunkPlan, plan_chunks
 
 MIB = 1 << 20
 PLAN = ChunkPlan(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from loongforge import LossOptions, call, dispatch, linear_cross_entropy
-from loongforge import plan as planning
-from loongforge.plan import logits_budget, plan_chunks
+from loongforge import budget as budgets
+from loongforge.budget import logits_budget
+from loongforge.plan import plan_chunks
 from tests.core import implementations
 from tests.helpers import (
     LOW_PRECISION,
@@ -29,7 +30,7 @@ each_dtype = pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize("budget", (0, "half", "all"))
 @pytest.mark.parametrize("reduction", ("none", "mean", "sum"))
 def test_losses_are_those_of_unrounded_logits(loss, reduction, budget, dtype, monkeypatch):
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     inputs = make_inputs(67, 24, 611, dtype, spread=3.0, bias=True)
     options = LossOptions(reduction=reduction, label_smoothing=0.1, z_loss_weight=0.01, softcap=20.0, vocab_size=590)
     inputs.target.clamp_(max=589)
@@ -80,7 +81,7 @@ def test_autocast():
 
 
 def test_a_second_backward_recomputes_in_float32(monkeypatch):
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     inputs = make_inputs(67, 24, 611, torch.bfloat16).leaves()
     loss = linear_cross_entropy(*inputs.tensors, inputs.target, fp32_logits=True, logits_budget_mb=67 * 300 * 4)
     first = torch.autograd.grad(loss, inputs.tensors, retain_graph=True)
@@ -106,7 +107,7 @@ def test_peak_memory_is_what_the_plan_states(kept_rows, monkeypatch):
     kept_bytes = tokens * kept_rows * 4
     plan = plan_chunks("generic", tokens, hidden, vocab, 4, kept_bytes, operand_itemsize=2)
     assert plan.kept_rows == kept_rows and plan.kept_bytes == kept_bytes
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     inputs = make_inputs(tokens, hidden, vocab, torch.bfloat16).leaves()
 
     def step():
@@ -168,7 +169,7 @@ def test_losses_are_those_of_unrounded_logits_beside_tile_kernels(torch_tiles, b
 @pytest.mark.parametrize("budget", (0, 67 * 300 * 4, "all"))
 def test_beside_tile_kernels(torch_tiles, budget, monkeypatch):
     """Tiles never round: they take what is not kept, and what is kept is float32; lost logits are float32 again."""
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     monkeypatch.setenv("LCE_BWD_VOCAB_SPLIT_SIZE", "100")
     inputs = make_inputs(67, 24, 611, torch.bfloat16, spread=3.0).leaves()
     truth = loss_and_gradients(oracle(LossOptions(reduction="none")), inputs.leaves(torch.float64))

@@ -14,7 +14,7 @@ if toolchain.missing():
     pytest.skip(toolchain.missing(), allow_module_level=True)
 
 import loongforge  # noqa: E402
-from loongforge import LossOptions, dispatch, plan  # noqa: E402
+from loongforge import LossOptions, dispatch  # noqa: E402
 from loongforge.arch import Arch  # noqa: E402
 from loongforge.gradients_in_forward import gradient_bytes  # noqa: E402
 from loongforge.kernels.flydsl import compile as flydsl_compile  # noqa: E402
@@ -86,7 +86,7 @@ def test_options(arch, name, monkeypatch):
 def test_gradients_in_forward_over_chunks_of_tokens(arch, reduction, monkeypatch):
     """ceil(19 / ceil(50 / 8)) = 3 tokens, rounded up to 4: five chunks, of which the last is ragged."""
     kernels = use(monkeypatch, EmulatedFlyDSLRowKernels(arch))
-    monkeypatch.setattr(plan, "_MIB", 1)  # small shapes need a budget finer than MiB
+    monkeypatch.setattr("loongforge.budget._MIB", 1)  # small shapes need a budget finer than MiB
     inputs = make_inputs(19, 8, 50, bias=True)
     ours, truth = inputs.leaves(), inputs.leaves(torch.float64)
     budget = gradient_bytes(*ours.tensors[:2], ours.bias)

@@ -267,9 +267,9 @@ def test_classes_masked_by_large_finite_numbers(tiles, dtype, masked):
 
 def test_kept_logits_stay_with_the_row_kernels(tiles, monkeypatch):
     """A kept chunk is rounded in both directions; the rest, and a second backward over it, in neither."""
-    from loongforge import plan as planning
+    from loongforge import budget as budgets
 
-    monkeypatch.setattr(planning, "_MIB", 1)
+    monkeypatch.setattr(budgets, "_MIB", 1)
     hidden, weight, _, target, upstream = make(37, 24, 700, torch.float16)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     loss = linear_cross_entropy(

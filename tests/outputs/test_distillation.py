@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loongforge import TeacherHead, TeacherTopK, linear_distillation, linear_logprobs, linear_top_k
-from loongforge.plan import logits_budget
+from loongforge.budget import logits_budget
 from tests.core.test_no_sync import Forbidden
 from tests.helpers import LOW_PRECISION, poison_memory, record_allocations, relative, upstream
 from tests.outputs import oracle

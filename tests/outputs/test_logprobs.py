@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from loongforge import linear_logprobs
+from loongforge.budget import logits_budget
 from loongforge.kernels.generic import GenericRowKernels
-from loongforge.plan import logits_budget
 from tests.core.test_no_sync import Forbidden
 from tests.helpers import LOW_PRECISION, Inputs, make_inputs, poison_memory, record_allocations, relative
 from tests.outputs import oracle

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from loongforge import cross_entropy, linear_distillation, linear_logprobs, linear_top_k
-from loongforge.plan import logits_budget
+from loongforge.budget import logits_budget
 from tests.helpers import Inputs, relative
 from tests.outputs.oracle import make_case
 
